@@ -1,0 +1,1 @@
+//! Placeholder while the dependency set is built.

@@ -1,1 +1,13 @@
-//! Placeholder while the dependency set is built.
+//! The contract: everything that crosses a process.
+//!
+//! Owns the job spec as a person writes it, its checks and its lazy expansion; the words on the wire (log records, work
+//! messages, beats); names of S3 keys and NATS subjects; failure classes and backoff. Pure: no clock, no I/O, no runtime.
+//! Does not own any decision about a job: those are the coordinator's and the worker's.
+
+pub mod api;
+pub mod backoff;
+pub mod failure;
+pub mod ids;
+pub mod keys;
+pub mod subjects;
+pub mod wire;

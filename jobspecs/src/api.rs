@@ -1,0 +1,431 @@
+//! The JSON of the HTTP API: what clients send and get.
+//!
+//! Owns the shapes, which are also the OpenAPI document's. Does not own the routes (coordinator/src/api) or the spec (`spec`).
+//! Instants are RFC 3339 strings in UTC, durations are milliseconds as numbers ending in `Ms`, sizes are bytes.
+
+use std::collections::BTreeMap;
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
+
+use crate::failure::FailureClass;
+
+/// Most rows of one page.
+pub const PAGE_ROWS_MAX: u32 = 1_000;
+/// Rows of one page when the request doesn't say.
+pub const PAGE_ROWS_DEFAULT: u32 = 100;
+/// Header with the log sequence an answer reflects; a request that carries it waits until the coordinator has applied that much.
+pub const SEQUENCE_HEADER: &str = "volley-sequence";
+/// Header with the idempotency key of a submit.
+pub const IDEMPOTENCY_HEADER: &str = "idempotency-key";
+
+macro_rules! api_type {
+    ($item:item) => {
+        #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema, JsonSchema)]
+        #[serde(rename_all = "camelCase")]
+        $item
+    };
+}
+
+api_type! {
+    /// Every error answer.
+    pub struct ErrorBody {
+        /// A stable word for programs: `bad_spec`, `not_found`, `conflict`, `unauthorized`, `too_large`, `overloaded`, …
+        pub code: String,
+        /// What happened, where, and what to do.
+        pub message: String,
+        /// May the same request succeed later?
+        pub retryable: bool,
+        /// Each problem of a spec, when the code is `bad_spec`.
+        #[serde(default, skip_serializing_if = "Vec::is_empty")]
+        pub problems: Vec<ProblemView>,
+    }
+}
+
+api_type! {
+    /// One problem of a spec.
+    pub struct ProblemView {
+        /// JSON path, such as `$.task.resources.memory`.
+        pub path: String,
+        /// What is wrong and what is allowed.
+        pub message: String,
+    }
+}
+
+api_type! {
+    /// The answer to a submit.
+    pub struct SubmitAnswer {
+        /// The job.
+        pub job: String,
+        /// How many tasks it has.
+        pub tasks: u32,
+        /// Was it there already, under the same idempotency key?
+        pub existed: bool,
+    }
+}
+
+/// Where a job stands.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize, ToSchema, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum JobState {
+    /// Nothing has started yet.
+    Queued,
+    /// Tasks run or wait for a worker.
+    Running,
+    /// Nothing more is started until it is resumed.
+    Paused,
+    /// It is being ended; what runs may still end.
+    Ending,
+    /// Every task succeeded.
+    Succeeded,
+    /// Some tasks failed.
+    Failed,
+    /// Somebody cancelled it.
+    Cancelled,
+}
+
+impl JobState {
+    /// Has it ended?
+    #[must_use]
+    pub fn ended(self) -> bool {
+        matches!(self, Self::Succeeded | Self::Failed | Self::Cancelled)
+    }
+}
+
+api_type! {
+    /// How many tasks stand where. They add up to `total`.
+    #[derive(Default)]
+    pub struct TaskCounts {
+        /// All.
+        pub total: u32,
+        /// Wait for a worker.
+        pub waiting: u32,
+        /// Are with a worker.
+        pub running: u32,
+        /// Wait for their next try.
+        pub backoff: u32,
+        /// Ended well.
+        pub succeeded: u32,
+        /// Failed by themselves: a verdict.
+        pub failed: u32,
+        /// Given up because of infra failures: no verdict.
+        pub infra_failed: u32,
+        /// Were cancelled.
+        pub cancelled: u32,
+    }
+}
+
+api_type! {
+    /// A job.
+    pub struct JobView {
+        /// Its id.
+        pub job: String,
+        /// Its name.
+        pub name: String,
+        /// Whose.
+        pub tenant: String,
+        /// Where it stands.
+        pub state: JobState,
+        /// Why it ended or is ending, for people: a cancel's reason, the failure limit, a deadline.
+        pub reason: Option<String>,
+        /// How many tasks stand where.
+        pub tasks: TaskCounts,
+        /// Ended tasks by failure class.
+        pub failures: BTreeMap<String, u32>,
+        /// Its labels.
+        pub labels: BTreeMap<String, String>,
+        /// Priority class.
+        pub priority: i16,
+        /// Which round it is in; a rerun opens the next. From 1.
+        pub round: u32,
+        /// When it was submitted.
+        pub submitted: String,
+        /// When its first task started.
+        pub started: Option<String>,
+        /// When it ended.
+        pub ended: Option<String>,
+        /// What the CLI exits with, once it has ended: 0, 1, 3 or 4.
+        pub exit_code: Option<u8>,
+        /// Prefix of its objects, as `s3://bucket/jobs/…`.
+        pub objects: String,
+    }
+}
+
+/// A page of rows.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema, JsonSchema)]
+pub struct Page<T> {
+    /// The rows.
+    pub rows: Vec<T>,
+    /// Ask for the next page with this as `after`; none: this was the last.
+    pub next: Option<String>,
+}
+
+/// Where a task stands.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize, ToSchema, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum TaskState {
+    /// Waits for a worker.
+    Waiting,
+    /// With a worker.
+    Running,
+    /// Waits for its next try.
+    Backoff,
+    /// Ended well.
+    Succeeded,
+    /// Failed.
+    Failed,
+    /// Was cancelled.
+    Cancelled,
+}
+
+api_type! {
+    /// A task.
+    pub struct TaskView {
+        /// Counted from 0.
+        pub index: u32,
+        /// Where it stands.
+        pub state: TaskState,
+        /// Tries begun so far.
+        pub attempts: u32,
+        /// Why the last try failed.
+        pub class: Option<FailureClass>,
+        /// The worker it is with.
+        pub worker: Option<String>,
+        /// When its next try is due.
+        pub next_try: Option<String>,
+    }
+}
+
+api_type! {
+    /// One try of a task.
+    pub struct AttemptView {
+        /// Counted from 1.
+        pub number: u32,
+        /// Log sequence of its assignment, part of its objects' keys.
+        pub sequence: u64,
+        /// Where it ran.
+        pub worker: String,
+        /// `succeeded`, `failed` or `running`.
+        pub state: TaskState,
+        /// Why it failed.
+        pub class: Option<FailureClass>,
+        /// Exit code, or number of the signal.
+        pub code: Option<i32>,
+        /// What happened, for people.
+        pub message: Option<String>,
+        /// Under which isolation it ran.
+        pub isolation: String,
+        /// When it was assigned.
+        pub assigned: String,
+        /// When its report was applied.
+        pub ended: Option<String>,
+        /// Waiting at the worker.
+        pub wait_ms: u32,
+        /// Inputs and machine.
+        pub prepare_ms: u32,
+        /// The command.
+        pub run_ms: u32,
+        /// Outputs and logs.
+        pub persist_ms: u32,
+        /// CPU time in microseconds.
+        pub cpu_us: Option<u64>,
+        /// Most memory resident at once.
+        pub memory_bytes_max: Option<u64>,
+        /// Last bytes of stdout.
+        pub stdout_tail: Option<String>,
+        /// Last bytes of stderr.
+        pub stderr_tail: Option<String>,
+        /// Bytes written to stdout in all.
+        pub stdout_bytes: u64,
+        /// Bytes written to stderr in all.
+        pub stderr_bytes: u64,
+        /// Number of output files.
+        pub output_files: u32,
+        /// Their bytes.
+        pub output_bytes: u64,
+        /// Prefix of its objects, as `s3://bucket/jobs/…`.
+        pub objects: String,
+    }
+}
+
+api_type! {
+    /// A line of the results stream: how one task ended.
+    pub struct ResultRow {
+        /// The task.
+        pub index: u32,
+        /// `succeeded`, `failed` or `cancelled`.
+        pub state: TaskState,
+        /// Why it failed.
+        pub class: Option<FailureClass>,
+        /// Does the failure say something about the task's own work?
+        pub valid: bool,
+        /// Exit code, or number of the signal.
+        pub code: Option<i32>,
+        /// What happened, for people.
+        pub message: Option<String>,
+        /// Tries it took.
+        pub attempts: u32,
+        /// The command, in milliseconds.
+        pub run_ms: u32,
+        /// `result.json` of the task, when it wrote a small one.
+        pub result: Option<serde_json::Value>,
+        /// Last bytes of stdout.
+        pub stdout_tail: Option<String>,
+        /// Last bytes of stderr.
+        pub stderr_tail: Option<String>,
+        /// Number of output files.
+        pub output_files: u32,
+        /// Prefix of its objects.
+        pub objects: Option<String>,
+        /// Pass this as `after` to go on behind this row.
+        pub cursor: String,
+    }
+}
+
+api_type! {
+    /// An output file.
+    pub struct OutputFile {
+        /// Relative to the output directory.
+        pub path: String,
+        /// Its size.
+        pub bytes: u64,
+        /// SHA-256, in hex.
+        pub sha256: String,
+    }
+}
+
+api_type! {
+    /// A worker.
+    pub struct WorkerView {
+        /// Its name.
+        pub worker: String,
+        /// `ready`, `draining`, `quarantined` or `silent`.
+        pub state: String,
+        /// Bundles it runs at once.
+        pub slots: u32,
+        /// Bundles it holds.
+        pub bundles: u32,
+        /// Tasks it holds.
+        pub tasks: u32,
+        /// CPU in thousandths of a core.
+        pub cpu_milli: u32,
+        /// Memory for tasks.
+        pub memory_bytes: u64,
+        /// Disk for tasks.
+        pub disk_bytes: u64,
+        /// Isolation tiers it offers.
+        pub isolation: Vec<String>,
+        /// Its labels.
+        pub labels: BTreeMap<String, String>,
+        /// Milliseconds since the leader last heard of it; none on a follower.
+        pub silent_ms: Option<u64>,
+        /// Its build.
+        pub build: String,
+        /// Its host.
+        pub host: String,
+    }
+}
+
+api_type! {
+    /// Why a task does not run.
+    pub struct Explanation {
+        /// In a sentence.
+        pub summary: String,
+        /// Per worker.
+        pub workers: Vec<WorkerExplanation>,
+    }
+}
+
+api_type! {
+    /// What stands between a task and one worker.
+    pub struct WorkerExplanation {
+        /// The worker.
+        pub worker: String,
+        /// Everything in the way; empty: it fits.
+        pub reasons: Vec<String>,
+    }
+}
+
+api_type! {
+    /// An event of a job, as SSE data.
+    pub struct EventView {
+        /// Log sequence it comes from.
+        pub sequence: u64,
+        /// `job` (state or counts changed) or `task` (a task ended).
+        pub kind: String,
+        /// The job.
+        pub job: JobView,
+        /// The task that ended.
+        pub task: Option<TaskView>,
+    }
+}
+
+api_type! {
+    /// Asks for a cancel.
+    #[derive(Default)]
+    pub struct CancelRequest {
+        /// Stop tasks that run; otherwise they may end.
+        #[serde(default)]
+        pub now: bool,
+        /// Why, for people.
+        #[serde(default)]
+        pub reason: String,
+    }
+}
+
+api_type! {
+    /// Makes or changes a tenant.
+    pub struct TenantRequest {
+        /// Its name.
+        pub tenant: String,
+        /// Share among tenants; 100 by default.
+        #[serde(default)]
+        pub weight: Option<u32>,
+        /// Most tasks in jobs that have not ended.
+        #[serde(default)]
+        pub active_tasks_max: Option<u64>,
+        /// Most jobs that have not ended.
+        #[serde(default)]
+        pub active_jobs_max: Option<u32>,
+        /// Most bundles open at once.
+        #[serde(default)]
+        pub concurrency: Option<u32>,
+        /// Highest priority class its jobs may ask for.
+        #[serde(default)]
+        pub priority_max: Option<i16>,
+    }
+}
+
+api_type! {
+    /// Asks for a token.
+    pub struct TokenRequest {
+        /// Whose.
+        pub tenant: String,
+        /// May it do what only an operator may?
+        #[serde(default)]
+        pub operator: bool,
+    }
+}
+
+api_type! {
+    /// A fresh token; its secret is shown this once.
+    pub struct TokenAnswer {
+        /// Its id, for `revoke`.
+        pub id: String,
+        /// What goes behind `Authorization: Bearer`.
+        pub token: String,
+    }
+}
+
+api_type! {
+    /// The answer to an upload.
+    pub struct UploadAnswer {
+        /// Name it in a spec as `upload: <id>`, or `upload:<id>` for an input.
+        pub id: String,
+        /// Its size.
+        pub bytes: u64,
+        /// SHA-256, in hex.
+        pub sha256: String,
+    }
+}

@@ -1,0 +1,68 @@
+//! NATS subjects and the names of streams and buckets.
+//!
+//! Owns who speaks where; the permissions in `deploy/nats/` follow this file. Does not own what is said.
+
+use crate::ids::{JobId, TenantId, WorkerId};
+
+/// The one stream.
+pub const LOG_STREAM: &str = "VOLLEY_LOG";
+/// All its subjects.
+pub const LOG_ALL: &str = "volley.log.>";
+/// Leader records; each is conditional on the last message of this subject.
+pub const LOG_LEADER: &str = "volley.log.leader";
+/// The bucket that holds the leader's lease.
+pub const LEASE_BUCKET: &str = "VOLLEY_LEASE";
+/// The key of the lease.
+pub const LEASE_KEY: &str = "leader";
+/// Beats of all workers.
+pub const BEATS_ALL: &str = "volley.beat.*";
+/// Requests of workers for a job's spec.
+pub const JOBS_ALL: &str = "volley.job.*";
+
+/// Where a tenant's submits enter the log.
+#[must_use]
+pub fn log_submit(tenant: &TenantId) -> String {
+    format!("volley.log.submit.{tenant}")
+}
+
+/// Where a tenant's controls enter the log.
+#[must_use]
+pub fn log_control(tenant: &TenantId) -> String {
+    format!("volley.log.control.{tenant}")
+}
+
+/// Where a worker's reports enter the log.
+#[must_use]
+pub fn log_report(worker: &WorkerId) -> String {
+    format!("volley.log.report.{worker}")
+}
+
+/// Where a worker hears of its work.
+#[must_use]
+pub fn work(worker: &WorkerId) -> String {
+    format!("volley.work.{worker}")
+}
+
+/// Where a worker's beats go.
+#[must_use]
+pub fn beat(worker: &WorkerId) -> String {
+    format!("volley.beat.{worker}")
+}
+
+/// Where a worker asks for a job's spec.
+#[must_use]
+pub fn job(job: JobId) -> String {
+    format!("volley.job.{job}")
+}
+
+/// Live output of a job's tasks.
+#[must_use]
+pub fn live(job: JobId, index: u32) -> String {
+    format!("volley.live.{job}.{index}")
+}
+
+/// Live output of all tasks of a job.
+#[must_use]
+pub fn live_all(job: JobId) -> String {
+    format!("volley.live.{job}.*")
+}

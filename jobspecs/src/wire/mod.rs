@@ -1,0 +1,107 @@
+//! The words on the wire, in CBOR with numbered fields.
+//!
+//! Owns encoding, decoding and how both may grow: a field is added with a new number and `Option` or `#[cbor(default)]`; a
+//! number is never used again; a new kind of record is a new variant, behind a new [`LEVEL`]. An old reader skips fields it does
+//! not know, and refuses a variant it does not know. Tests below hold old and new readers against each other.
+//!
+//! | level | what came |
+//! |---|---|
+//! | 1 | everything here |
+
+pub mod plan;
+pub mod record;
+pub mod report;
+pub mod work;
+
+use minicbor::{Decode, Encode};
+
+/// The newest record level this build can apply.
+pub const LEVEL: u32 = 1;
+
+/// Largest message we publish, in bytes: NATS refuses more than 1 MiB by default, and headers need room too.
+pub const MESSAGE_BYTES_MAX: usize = 1_000_000;
+
+/// Why bytes could not be read.
+#[derive(Debug, thiserror::Error)]
+#[error("can't read a {what} of {len} bytes: {source}; it was written by a newer build, or is not ours")]
+pub struct DecodeError {
+    what: &'static str,
+    len: usize,
+    source: minicbor::decode::Error,
+}
+
+/// Encodes a message.
+#[must_use]
+pub fn encode<T: Encode<()>>(message: &T) -> Vec<u8> {
+    let mut bytes = Vec::with_capacity(256);
+    // Writing to a Vec has no failing path; an encoder error could only come from a hand-written Encode, of which there is none.
+    if minicbor::encode(message, &mut bytes).is_err() {
+        bytes.clear();
+    }
+    bytes
+}
+
+/// Decodes a message. `what` names it in the error.
+///
+/// # Errors
+/// [`DecodeError`] when the bytes are no such message.
+pub fn decode<'b, T: Decode<'b, ()>>(what: &'static str, bytes: &'b [u8]) -> Result<T, DecodeError> {
+    minicbor::decode(bytes).map_err(|source| DecodeError { what, len: bytes.len(), source })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use minicbor::{Decode, Encode};
+
+    #[derive(Debug, PartialEq, Encode, Decode)]
+    #[cbor(map)]
+    struct Old {
+        #[n(0)]
+        a: u32,
+        #[n(1)]
+        b: Option<u32>,
+    }
+
+    #[derive(Debug, PartialEq, Encode, Decode)]
+    #[cbor(map)]
+    struct New {
+        #[n(0)]
+        a: u32,
+        #[n(1)]
+        b: Option<u32>,
+        #[n(2)]
+        c: Option<String>,
+        #[n(3)]
+        #[cbor(default)]
+        d: u64,
+    }
+
+    #[derive(Debug, PartialEq, Encode, Decode)]
+    enum OldKind {
+        #[n(0)]
+        A(#[n(0)] u32),
+    }
+
+    #[derive(Debug, PartialEq, Encode, Decode)]
+    enum NewKind {
+        #[n(0)]
+        A(#[n(0)] u32),
+        #[n(1)]
+        B,
+    }
+
+    #[test]
+    fn an_old_reader_skips_new_fields_and_a_new_one_fills_them() {
+        let new = New { a: 1, b: None, c: Some("x".into()), d: 9 };
+        assert_eq!(decode::<Old>("t", &encode(&new)).ok(), Some(Old { a: 1, b: None }));
+        let old = Old { a: 1, b: Some(2) };
+        assert_eq!(decode::<New>("t", &encode(&old)).ok(), Some(New { a: 1, b: Some(2), c: None, d: 0 }));
+    }
+
+    #[test]
+    fn an_old_reader_refuses_a_kind_it_does_not_know() {
+        assert!(decode::<OldKind>("t", &encode(&NewKind::B)).is_err());
+        assert!(decode::<OldKind>("t", &encode(&NewKind::A(3))).is_ok());
+    }
+}

@@ -1,0 +1,150 @@
+//! What a worker says of its attempts.
+//!
+//! Owns the report and what it carries inline. Does not own outputs and logs themselves: those are objects under the attempt's prefix.
+
+use minicbor::bytes::ByteVec;
+use minicbor::{Decode, Encode};
+
+use crate::failure::FailureClass;
+use crate::ids::{AttemptName, Incarnation, WorkerId};
+use crate::wire::plan::Isolation;
+
+/// Largest report message, in bytes (DESIGN §5).
+pub const REPORT_BYTES_MAX: usize = 256 * 1024;
+/// Largest result that rides inline, in bytes.
+pub const RESULT_BYTES_MAX: usize = 4 * 1024;
+/// Largest tail of stdout or stderr that rides inline, in bytes each.
+pub const TAIL_BYTES_MAX: usize = 2 * 1024;
+/// Longest message of a failure, in bytes.
+pub const MESSAGE_BYTES_MAX: usize = 2 * 1024;
+
+/// Ends of attempts, in the order they came.
+#[derive(Debug, Clone, PartialEq, Eq, Encode, Decode)]
+#[cbor(map)]
+pub struct Report {
+    /// Who ran them.
+    #[n(0)]
+    pub worker: WorkerId,
+    /// In which life.
+    #[n(1)]
+    pub incarnation: Incarnation,
+    /// Counts the worker's reports in this life, from 1.
+    #[n(2)]
+    pub number: u64,
+    /// The ends.
+    #[n(3)]
+    pub ends: Vec<AttemptEnd>,
+}
+
+/// How an attempt ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode)]
+pub enum Ending {
+    /// The command ended with 0 and everything it left is safe.
+    #[n(0)]
+    Succeeded,
+    /// It failed.
+    #[n(1)]
+    Failed(#[n(0)] FailureClass),
+    /// It never began and was handed back (cancel, pause, fail-fast, drain): no budget is charged and no row is written.
+    #[n(2)]
+    Returned,
+}
+
+/// The end of one attempt.
+#[derive(Debug, Clone, PartialEq, Eq, Encode, Decode)]
+#[cbor(map)]
+pub struct AttemptEnd {
+    /// Which.
+    #[n(0)]
+    pub name: AttemptName,
+    /// How.
+    #[n(1)]
+    pub ending: Ending,
+    /// The exit code, or the number of the signal.
+    #[n(2)]
+    pub code: Option<i32>,
+    /// What happened, where, and what to do, for people. At most [`MESSAGE_BYTES_MAX`].
+    #[n(3)]
+    pub message: Option<String>,
+    /// Under which isolation it really ran.
+    #[n(4)]
+    pub isolation: Isolation,
+    /// How long each part took.
+    #[n(5)]
+    pub timing: Timing,
+    /// What it used.
+    #[n(6)]
+    pub usage: Option<Usage>,
+    /// `result.json`, when it is small.
+    #[n(7)]
+    pub result: Option<ByteVec>,
+    /// Stdout.
+    #[n(8)]
+    pub stdout: Option<Stream>,
+    /// Stderr.
+    #[n(9)]
+    pub stderr: Option<Stream>,
+    /// Output files, when there are any.
+    #[n(10)]
+    pub outputs: Option<Outputs>,
+}
+
+/// Milliseconds of each part of an attempt, by the worker's monotonic clock.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Encode, Decode)]
+#[cbor(map)]
+pub struct Timing {
+    /// From receipt to a free slot.
+    #[n(0)]
+    pub wait_ms: u32,
+    /// Inputs and machine.
+    #[n(1)]
+    pub prepare_ms: u32,
+    /// The command.
+    #[n(2)]
+    pub run_ms: u32,
+    /// Outputs and logs.
+    #[n(3)]
+    pub persist_ms: u32,
+}
+
+/// What the command used.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Encode, Decode)]
+#[cbor(map)]
+pub struct Usage {
+    /// CPU time, user and system, in microseconds.
+    #[n(0)]
+    pub cpu_us: u64,
+    /// Most memory resident at once, in bytes.
+    #[n(1)]
+    pub memory_bytes_max: u64,
+}
+
+/// One captured stream.
+#[derive(Debug, Clone, PartialEq, Eq, Encode, Decode)]
+#[cbor(map)]
+pub struct Stream {
+    /// All bytes the task wrote, also those that were not kept.
+    #[n(0)]
+    pub bytes: u64,
+    /// The last bytes, at most [`TAIL_BYTES_MAX`].
+    #[n(1)]
+    pub tail: ByteVec,
+    /// Is the kept stream an object of its own (`keys::attempt_log`)? Else the tail is all of it.
+    #[n(2)]
+    pub stored: bool,
+    /// Did it pass the size cap, so that its middle is missing?
+    #[n(3)]
+    pub truncated: bool,
+}
+
+/// Output files of an attempt; the list is an object (`keys::attempt_manifest`).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode)]
+#[cbor(map)]
+pub struct Outputs {
+    /// How many.
+    #[n(0)]
+    pub files: u32,
+    /// Their bytes.
+    #[n(1)]
+    pub bytes: u64,
+}

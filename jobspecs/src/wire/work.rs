@@ -1,0 +1,238 @@
+//! What leader and workers say to each other over core NATS: beats, work messages, and requests for a job's spec.
+//!
+//! Owns their shapes. None of them is a fact: each may be lost, repeated or late, and reconciliation makes up for it.
+
+use std::collections::BTreeMap;
+
+use minicbor::{Decode, Encode};
+
+use crate::ids::{BundleId, Incarnation, JobId, TenantId, Term, WorkerId};
+use crate::wire::plan::{Isolation, JobPlan, SpecRef};
+use crate::wire::record::Run;
+
+/// What a worker has. Said in every beat and recorded when it joins.
+#[derive(Debug, Clone, PartialEq, Eq, Encode, Decode)]
+#[cbor(map)]
+pub struct WorkerInfo {
+    /// Bundles it runs at once.
+    #[n(0)]
+    pub slots: u32,
+    /// CPU in thousandths of a core.
+    #[n(1)]
+    pub cpu_milli: u32,
+    /// Memory for tasks, in bytes.
+    #[n(2)]
+    pub memory_bytes: u64,
+    /// Disk for tasks, in bytes.
+    #[n(3)]
+    pub disk_bytes: u64,
+    /// Isolation tiers it offers.
+    #[n(4)]
+    pub isolation: Vec<Isolation>,
+    /// Its labels.
+    #[n(5)]
+    pub labels: BTreeMap<String, String>,
+    /// Can it enforce memory, pids and cpu limits?
+    #[n(6)]
+    pub limits: bool,
+    /// Its build, for people.
+    #[n(7)]
+    pub build: String,
+    /// Its host's name, for people.
+    #[n(8)]
+    pub host: String,
+}
+
+/// A worker's beat. The answer is a [`BeatAnswer`].
+#[derive(Debug, Clone, PartialEq, Eq, Encode, Decode)]
+#[cbor(map)]
+pub struct Beat {
+    /// Who.
+    #[n(0)]
+    pub worker: WorkerId,
+    /// In which life.
+    #[n(1)]
+    pub incarnation: Incarnation,
+    /// What it has.
+    #[n(2)]
+    pub info: WorkerInfo,
+    /// Everything it holds, from receipt until its report is in the log.
+    #[n(3)]
+    pub held: Vec<Held>,
+    /// The newest leader it has heard of.
+    #[n(4)]
+    pub term: Term,
+    /// The last work message of that leader it took, 0 for none.
+    #[n(5)]
+    pub taken: u64,
+    /// Log sequence of its last report that was acknowledged, 0 for none: what is in a report up to here is no longer held.
+    #[n(6)]
+    pub reported: u64,
+    /// It takes nothing more and leaves when it holds nothing.
+    #[n(7)]
+    pub draining: bool,
+    /// It holds nothing and is about to end.
+    #[n(8)]
+    pub leaving: bool,
+}
+
+/// What a worker holds of one bundle.
+#[derive(Debug, Clone, PartialEq, Eq, Encode, Decode)]
+#[cbor(map)]
+pub struct Held {
+    /// Which.
+    #[n(0)]
+    pub bundle: BundleId,
+    /// Of which job.
+    #[n(1)]
+    pub job: JobId,
+    /// Tasks not yet reported.
+    #[n(2)]
+    pub tasks: Vec<Run>,
+}
+
+/// What the leader answers to a beat.
+#[derive(Debug, Clone, PartialEq, Eq, Encode, Decode)]
+#[cbor(map)]
+pub struct BeatAnswer {
+    /// Who leads.
+    #[n(0)]
+    pub term: Term,
+    /// How long reports may be gathered, in milliseconds.
+    #[n(1)]
+    pub linger_ms: u32,
+    /// Has this life of the worker been recorded as joined? Until then it gets no work.
+    #[n(2)]
+    pub joined: bool,
+    /// Was this life declared lost? Then everything it holds is another's by now, and it must begin a new life.
+    #[n(3)]
+    pub lost: bool,
+}
+
+/// Work for a worker. The answer is a [`WorkAnswer`]; the same message comes again until it is answered.
+#[derive(Debug, Clone, PartialEq, Eq, Encode, Decode)]
+#[cbor(map)]
+pub struct WorkMessage {
+    /// For which life; another one drops it.
+    #[n(0)]
+    pub incarnation: Incarnation,
+    /// By which leader; a message of an older one is dropped.
+    #[n(1)]
+    pub term: Term,
+    /// Counts this leader's messages to this worker, from 1; one seen before is answered and otherwise dropped.
+    #[n(2)]
+    pub number: u64,
+    /// What to do, in order.
+    #[n(3)]
+    pub orders: Vec<Order>,
+}
+
+/// One order.
+#[derive(Debug, Clone, PartialEq, Eq, Encode, Decode)]
+pub enum Order {
+    /// Run a bundle. One that is held already is left alone.
+    #[n(0)]
+    Run(#[n(0)] Bundle),
+    /// End tasks of a bundle now: TERM, grace, KILL; report each. What is not held is ignored.
+    #[n(1)]
+    Stop {
+        /// Which bundle.
+        #[n(0)]
+        bundle: BundleId,
+        /// Which tasks.
+        #[n(1)]
+        tasks: Vec<Run>,
+    },
+    /// Report what has not begun of these tasks as returned; leave alone what runs.
+    #[n(2)]
+    HandBack {
+        /// Which bundle.
+        #[n(0)]
+        bundle: BundleId,
+        /// Which tasks.
+        #[n(1)]
+        tasks: Vec<Run>,
+    },
+    /// Forget a bundle that is not open in the state: kill what runs of it and report nothing.
+    #[n(3)]
+    Forget {
+        /// Which bundle.
+        #[n(0)]
+        bundle: BundleId,
+    },
+    /// Send the output of a job's tasks as it comes, for this long.
+    #[n(4)]
+    Watch {
+        /// Which job.
+        #[n(0)]
+        job: JobId,
+        /// In milliseconds.
+        #[n(1)]
+        for_ms: u64,
+    },
+}
+
+/// Tasks one slot runs one after another, each its own attempt.
+#[derive(Debug, Clone, PartialEq, Eq, Encode, Decode)]
+#[cbor(map)]
+pub struct Bundle {
+    /// Its id; the sequence is part of its attempts' names.
+    #[n(0)]
+    pub id: BundleId,
+    /// Of which job.
+    #[n(1)]
+    pub job: JobId,
+    /// Which tasks, each with the number of this try.
+    #[n(2)]
+    pub tasks: Vec<Try>,
+}
+
+/// Tasks `first .. first + count`, all in their `number`-th try.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode)]
+pub struct Try {
+    /// The first task.
+    #[n(0)]
+    pub first: u32,
+    /// How many; at least 1.
+    #[n(1)]
+    pub count: u32,
+    /// Which try of each of them, counted from 1.
+    #[n(2)]
+    pub number: u32,
+}
+
+/// What a worker answers to a work message.
+#[derive(Debug, Clone, PartialEq, Eq, Encode, Decode)]
+#[cbor(map)]
+pub struct WorkAnswer {
+    /// Its life.
+    #[n(0)]
+    pub incarnation: Incarnation,
+    /// The newest leader it has heard of: a leader that sees a higher term than its own steps down.
+    #[n(1)]
+    pub term: Term,
+    /// The last message of that leader it took.
+    #[n(2)]
+    pub taken: u64,
+}
+
+/// What a worker needs to know of a job. Answer to a request on `subjects::job`; an empty answer: no such job.
+#[derive(Debug, Clone, PartialEq, Encode, Decode)]
+#[cbor(map)]
+pub struct JobForWorker {
+    /// Which.
+    #[n(0)]
+    pub job: JobId,
+    /// Whose.
+    #[n(1)]
+    pub tenant: TenantId,
+    /// Deadlines, limits, task count.
+    #[n(2)]
+    pub plan: JobPlan,
+    /// The canonical JSON spec.
+    #[n(3)]
+    pub spec: SpecRef,
+    /// W3C trace context of the job.
+    #[n(4)]
+    pub trace: Option<String>,
+}

@@ -1,0 +1,171 @@
+//! The core of a coordinator: records in; state, rows and actions out. Synchronous, without clock or I/O but the rows.
+//!
+//! Owns the order apply → store → act, loading of jobs that left memory, and the comparison of digests. The driver and the
+//! simulation both drive exactly this.
+
+use std::collections::BTreeMap;
+
+use volley_jobspecs::ids::{TenantId, Term};
+use volley_jobspecs::wire::record::{Decision, Lead, Record, TenantPolicy};
+use volley_jobspecs::wire::{self, DecodeError};
+
+use crate::apply::{self, ApplyError};
+use crate::control::OPERATOR;
+use crate::leader::{Leader, Timings};
+use crate::state::effects::Effects;
+use crate::state::rows::{self, Rows, RowsError};
+use crate::state::{State, Tenant};
+
+/// A digest is taken after every record whose sequence is a multiple of this (DESIGN §5).
+pub const RECORDS_PER_DIGEST: u64 = 10_000;
+/// Digests remembered: the leader's comes within a round or two.
+const DIGESTS_KEPT: usize = 8;
+
+/// Why a coordinator can't go on.
+#[derive(Debug, thiserror::Error)]
+pub enum CoreError {
+    /// The rows failed.
+    #[error(transparent)]
+    Rows(#[from] RowsError),
+    /// A record can't be applied.
+    #[error(transparent)]
+    Apply(#[from] ApplyError),
+    /// A record can't be read.
+    #[error("record {sequence}: {source} To pass over it: `volley log skip {sequence}`")]
+    Record {
+        /// Which.
+        sequence: u64,
+        /// Why.
+        source: DecodeError,
+    },
+    /// Our state is not what the leader's was.
+    #[error("after record {sequence} this coordinator's state differed from the leader's; its RocksDB directory must be dropped and rebuilt")]
+    Digest {
+        /// Which record.
+        sequence: u64,
+    },
+}
+
+/// A coordinator without its I/O.
+#[derive(Debug)]
+pub struct Core {
+    state: State,
+    leader: Option<Leader>,
+    digests: BTreeMap<u64, [u8; 16]>,
+}
+
+impl Core {
+    /// Puts a coordinator together from its rows.
+    ///
+    /// # Errors
+    /// [`RowsError`] when they can't be read.
+    pub fn open(rows: &dyn Rows) -> Result<Self, RowsError> {
+        let mut state = rows::load(rows)?;
+        for name in ["default", OPERATOR] {
+            if let Ok(name) = TenantId::new(name) {
+                state.tenants.entry(name).or_insert_with(|| Tenant { policy: TenantPolicy::default() });
+            }
+        }
+        Ok(Self { state, leader: None, digests: BTreeMap::new() })
+    }
+
+    /// The state.
+    #[must_use]
+    pub fn state(&self) -> &State {
+        &self.state
+    }
+
+    /// The leader's part, when this coordinator leads.
+    pub fn leader(&mut self) -> Option<(&mut Leader, &State)> {
+        self.leader.as_mut().map(|leader| (leader, &self.state))
+    }
+
+    /// Does it lead?
+    #[must_use]
+    pub fn leads(&self) -> bool {
+        self.leader.is_some()
+    }
+
+    /// Applies records, stores what came of them in one batch, and tells the leader. Returns the effects, for answers and events.
+    ///
+    /// # Errors
+    /// [`CoreError`]: the coordinator must stop.
+    pub fn apply(&mut self, rows: &dyn Rows, records: &[(u64, Vec<u8>)]) -> Result<Vec<Effects>, CoreError> {
+        let mut all = Vec::new();
+        let mut fx = Effects::default();
+        for (sequence, bytes) in records {
+            if *sequence <= self.state.head.sequence {
+                continue;
+            }
+            let record: Record = wire::decode("record", bytes).map_err(|source| CoreError::Record { sequence: *sequence, source })?;
+            let needs = apply::needs(&record);
+            if !needs.is_empty() {
+                // What is loaded must not be older than what is still to be stored.
+                self.store(rows, &mut fx, &mut all)?;
+                for (job, settled) in needs {
+                    rows::load_job(&mut self.state, rows, job, settled)?;
+                }
+            }
+            self.compare(&record)?;
+            apply::apply(&mut self.state, *sequence, &record, &mut fx)?;
+            if sequence.is_multiple_of(RECORDS_PER_DIGEST) {
+                self.digest(*sequence);
+            }
+        }
+        self.store(rows, &mut fx, &mut all)?;
+        Ok(all)
+    }
+
+    fn store(&mut self, rows: &dyn Rows, fx: &mut Effects, all: &mut Vec<Effects>) -> Result<(), CoreError> {
+        rows.write(rows::batch(&self.state, fx))?;
+        if let Some(leader) = &mut self.leader {
+            leader.applied(&self.state, fx);
+        }
+        all.push(std::mem::take(fx));
+        Ok(())
+    }
+
+    fn digest(&mut self, sequence: u64) {
+        let hash = self.state.digest();
+        self.digests.insert(sequence, hash);
+        while self.digests.len() > DIGESTS_KEPT {
+            self.digests.pop_first();
+        }
+        if let Some(leader) = &mut self.leader {
+            leader.digest(sequence, hash);
+        }
+    }
+
+    fn compare(&self, record: &Record) -> Result<(), CoreError> {
+        let Record::Decided(decided) = record else { return Ok(()) };
+        if decided.term != self.state.head.term {
+            return Ok(());
+        }
+        for decision in &decided.decisions {
+            if let Decision::Digest { sequence, hash } = decision
+                && self.digests.get(sequence).is_some_and(|ours| ours != hash)
+            {
+                return Err(CoreError::Digest { sequence: *sequence });
+            }
+        }
+        Ok(())
+    }
+
+    /// The Lead record to write when the lease was won.
+    #[must_use]
+    pub fn lead_record(&self, coordinator: &str, wall_ms: u64) -> (Record, u64) {
+        let term = Term(self.state.head.term.0 + 1);
+        let lead = Lead { term, coordinator: coordinator.to_owned(), now_ms: wall_ms };
+        (Record::Lead(lead), self.state.head.leader_sequence)
+    }
+
+    /// Takes office: our Lead record, of this term, was applied.
+    pub fn take_office(&mut self, wall_ms: u64, now_ms: u64, timings: Timings) {
+        self.leader = Some(Leader::new(&self.state, wall_ms, now_ms, timings));
+    }
+
+    /// Leaves office.
+    pub fn leave_office(&mut self) {
+        self.leader = None;
+    }
+}

@@ -1,0 +1,251 @@
+//! The log: one JetStream stream.
+//!
+//! Owns its configuration, publishing with and without the leader's fence, and reading it from a sequence on for ever. Does not own
+//! what the records say.
+
+use std::collections::HashMap;
+use std::time::Duration;
+
+use async_nats::jetstream::consumer::{AckPolicy, DeliverPolicy, pull};
+use async_nats::jetstream::context::{PublishError, PublishErrorKind};
+use async_nats::jetstream::message::PublishMessage;
+use async_nats::jetstream::stream::{Config, DiscardPolicy, RetentionPolicy, StorageType};
+use async_nats::jetstream::{self, Context, ErrorCode};
+use bytes::Bytes;
+use futures::StreamExt;
+use tokio::sync::mpsc;
+use volley_jobspecs::subjects::{LOG_ALL, LOG_LEADER, LOG_STREAM};
+
+/// Records in one batch to the driver (DESIGN §5: smaller pulls fall behind).
+pub const BATCH_RECORDS: usize = 500;
+/// Batches that may wait for the driver.
+pub const BATCHES_WAITING: usize = 4;
+/// How long one publish may take before it is tried again.
+const PUBLISH_TIMEOUT: Duration = Duration::from_secs(5);
+/// Pause before a failed read or publish is tried again.
+const RETRY_PAUSE: Duration = Duration::from_millis(200);
+/// Key of the cluster's id in the stream's metadata.
+const CLUSTER_ID: &str = "volley-cluster";
+
+/// Why the log can't be used.
+#[derive(Debug, thiserror::Error)]
+pub enum LogError {
+    /// NATS refused or did not answer.
+    #[error("NATS {what} failed: {why}; is JetStream on (`nats-server -js`) and may this user use it?")]
+    Nats {
+        /// What was tried.
+        what: &'static str,
+        /// What it said.
+        why: String,
+    },
+    /// Records that are needed were trimmed.
+    #[error("record {next} is needed next, but the log begins at {first}; a checkpoint must be loaded")]
+    Trimmed {
+        /// Needed.
+        next: u64,
+        /// First there.
+        first: u64,
+    },
+    /// The log is older than what was applied.
+    #[error("the log ends at {last}, but {applied} was applied already: the log is older than this coordinator's RocksDB, or is another cluster's")]
+    Behind {
+        /// End of the log.
+        last: u64,
+        /// Applied.
+        applied: u64,
+    },
+}
+
+/// How a fenced publish ended.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Fenced {
+    /// It is in the log, at this sequence.
+    Written(u64),
+    /// Another message of the subject came first.
+    Refused,
+    /// Nothing is known: it may be in the log.
+    Unknown(String),
+}
+
+/// The log. Cheap to clone.
+#[derive(Debug, Clone)]
+pub struct Log {
+    context: Context,
+    /// The cluster's id, from the stream's metadata.
+    pub cluster: String,
+}
+
+fn nats(what: &'static str) -> impl Fn(&dyn std::fmt::Display) -> LogError {
+    move |why| LogError::Nats { what, why: why.to_string() }
+}
+
+impl Log {
+    /// Opens the stream, and makes it when there is none. `cluster` is the id a new one gets.
+    ///
+    /// # Errors
+    /// [`LogError::Nats`].
+    pub async fn open(client: async_nats::Client, replicas: usize, bytes_max: i64, cluster: &str) -> Result<Self, LogError> {
+        let context = jetstream::new(client);
+        let config = Config {
+            name: LOG_STREAM.to_owned(),
+            subjects: vec![LOG_ALL.to_owned()],
+            retention: RetentionPolicy::Limits,
+            storage: StorageType::File,
+            discard: DiscardPolicy::New,
+            max_bytes: bytes_max,
+            deny_delete: true,
+            num_replicas: replicas,
+            // Broker dedupe is never relied upon (DESIGN §5); the shortest window costs the least memory.
+            duplicate_window: Duration::from_millis(100),
+            metadata: HashMap::from([(CLUSTER_ID.to_owned(), cluster.to_owned())]),
+            ..Config::default()
+        };
+        let stream = context.get_or_create_stream(config).await.map_err(|e| nats("opening the stream VOLLEY_LOG")(&e))?;
+        let cluster = stream.cached_info().config.metadata.get(CLUSTER_ID).cloned().unwrap_or_default();
+        Ok(Self { context, cluster })
+    }
+
+    /// The JetStream context.
+    #[must_use]
+    pub fn context(&self) -> &Context {
+        &self.context
+    }
+
+    /// First and last sequence, and bytes used and allowed (-1: any number).
+    ///
+    /// # Errors
+    /// [`LogError::Nats`].
+    pub async fn bounds(&self) -> Result<(u64, u64, u64, i64), LogError> {
+        let mut stream = self.context.get_stream(LOG_STREAM).await.map_err(|e| nats("reading the stream VOLLEY_LOG")(&e))?;
+        let info = stream.info().await.map_err(|e| nats("reading the stream VOLLEY_LOG")(&e))?;
+        Ok((info.state.first_sequence, info.state.last_sequence, info.state.bytes, info.config.max_bytes))
+    }
+
+    /// Publishes a record and waits until it is safe. Tried again until `deadline`: a record may so be in the log twice, which
+    /// `apply` is made for.
+    ///
+    /// # Errors
+    /// [`LogError::Nats`] after the deadline, or at once when the log is full.
+    pub async fn publish(&self, subject: &str, record: Bytes, deadline: Duration) -> Result<u64, LogError> {
+        let started = tokio::time::Instant::now();
+        loop {
+            let error = match self.publish_once(PublishMessage::build().payload(record.clone()), subject).await {
+                Ok(sequence) => return Ok(sequence),
+                Err(error) => error,
+            };
+            let full = error.contains("maximum bytes exceeded");
+            if full || started.elapsed() >= deadline {
+                return Err(nats("publishing to the log")(&error));
+            }
+            tokio::time::sleep(RETRY_PAUSE).await;
+        }
+    }
+
+    async fn publish_once(&self, message: PublishMessage, subject: &str) -> Result<u64, String> {
+        let sent = self.context.send_publish(subject.to_owned(), message).await.map_err(|e| describe(&e))?;
+        match tokio::time::timeout(PUBLISH_TIMEOUT, sent).await {
+            Ok(Ok(ack)) => Ok(ack.sequence),
+            Ok(Err(error)) => Err(describe(&error)),
+            Err(_) => Err("no answer in time".to_owned()),
+        }
+    }
+
+    /// Publishes to the leader's subject on condition that its last message is `after`. The server is the judge, so a leader that
+    /// was deposed without knowing can write nothing.
+    pub async fn publish_fenced(&self, record: Bytes, after: u64) -> Fenced {
+        let message = PublishMessage::build().payload(record).expected_last_subject_sequence(after);
+        let sent = match self.context.send_publish(LOG_LEADER, message).await {
+            Ok(sent) => sent,
+            Err(error) => return fenced_error(&error),
+        };
+        match tokio::time::timeout(PUBLISH_TIMEOUT, sent).await {
+            Ok(Ok(ack)) => Fenced::Written(ack.sequence),
+            Ok(Err(error)) => fenced_error(&error),
+            Err(_) => Fenced::Unknown("no answer in time".to_owned()),
+        }
+    }
+
+    /// The last message on the leader's subject: its sequence and bytes.
+    ///
+    /// # Errors
+    /// [`LogError::Nats`].
+    pub async fn last_leader(&self) -> Result<Option<(u64, Bytes)>, LogError> {
+        let stream = self.context.get_stream_no_info(LOG_STREAM).await.map_err(|e| nats("reading the stream VOLLEY_LOG")(&e))?;
+        match stream.get_last_raw_message_by_subject(LOG_LEADER).await {
+            Ok(message) => Ok(Some((message.sequence, message.payload))),
+            Err(error) if error.kind() == jetstream::stream::LastRawMessageErrorKind::NoMessageFound => Ok(None),
+            Err(error) => Err(nats("reading the leader's last record")(&error)),
+        }
+    }
+
+    /// Reads every record from `next` on, for ever, in order and without a gap.
+    #[must_use]
+    pub fn read(&self, next: u64) -> mpsc::Receiver<Result<Vec<(u64, Vec<u8>)>, LogError>> {
+        let (sender, receiver) = mpsc::channel(BATCHES_WAITING);
+        let log = self.clone();
+        tokio::spawn(async move {
+            let mut next = next.max(1);
+            while !sender.is_closed() {
+                match log.read_some(&mut next, &sender).await {
+                    Err(error @ LogError::Trimmed { .. }) => {
+                        _ = sender.send(Err(error)).await;
+                        return;
+                    }
+                    Err(error) => tracing::warn!(%error, next, "reading the log failed; trying again"),
+                    Ok(()) => {}
+                }
+                tokio::time::sleep(RETRY_PAUSE).await;
+            }
+        });
+        receiver
+    }
+
+    /// Reads until something fails. Consumers live in the server's memory, so a restarted server has forgotten ours.
+    async fn read_some(&self, next: &mut u64, sender: &mpsc::Sender<Result<Vec<(u64, Vec<u8>)>, LogError>>) -> Result<(), LogError> {
+        let stream = self.context.get_stream_no_info(LOG_STREAM).await.map_err(|e| nats("reading the stream VOLLEY_LOG")(&e))?;
+        let config = pull::Config {
+            deliver_policy: DeliverPolicy::ByStartSequence { start_sequence: *next },
+            ack_policy: AckPolicy::None,
+            memory_storage: true,
+            inactive_threshold: Duration::from_secs(60),
+            ..pull::Config::default()
+        };
+        let consumer = stream.create_consumer(config).await.map_err(|e| nats("making a consumer of the log")(&e))?;
+        let messages = consumer.stream().max_messages_per_batch(BATCH_RECORDS).expires(Duration::from_secs(20)).heartbeat(Duration::from_secs(3));
+        let messages = messages.messages().await.map_err(|e| nats("reading the log")(&e))?;
+        let mut batches = messages.ready_chunks(BATCH_RECORDS);
+        while let Some(batch) = batches.next().await {
+            let mut records = Vec::with_capacity(batch.len());
+            for message in batch {
+                let message = message.map_err(|e| nats("reading the log")(&e))?;
+                let sequence = message.info().map_err(|e| nats("reading the log")(&e))?.stream_sequence;
+                match sequence.cmp(next) {
+                    std::cmp::Ordering::Less => continue,
+                    std::cmp::Ordering::Equal => {}
+                    std::cmp::Ordering::Greater => return Err(LogError::Trimmed { next: *next, first: sequence }),
+                }
+                *next += 1;
+                records.push((sequence, message.payload.to_vec()));
+            }
+            if sender.send(Ok(records)).await.is_err() {
+                return Ok(());
+            }
+        }
+        Ok(())
+    }
+}
+
+fn describe(error: &PublishError) -> String {
+    match std::error::Error::source(error) {
+        Some(source) => format!("{error}: {source}"),
+        None => error.to_string(),
+    }
+}
+
+fn fenced_error(error: &PublishError) -> Fenced {
+    let code = std::error::Error::source(error).and_then(|s| s.downcast_ref::<jetstream::Error>()).map(jetstream::Error::error_code);
+    if error.kind() == PublishErrorKind::WrongLastSequence || code == Some(ErrorCode::STREAM_WRONG_LAST_SEQUENCE) {
+        return Fenced::Refused;
+    }
+    Fenced::Unknown(describe(error))
+}

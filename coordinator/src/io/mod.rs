@@ -1,0 +1,6 @@
+//! The coordinator's edges: the log, the lease, core NATS, RocksDB. Dumb on purpose: no decision about a job is made here.
+
+pub mod bus;
+pub mod lease;
+pub mod log;
+pub mod rocks;

@@ -1,0 +1,121 @@
+//! Rows in RocksDB.
+//!
+//! Owns the database's options and the mapping of tables to column families. Does not own what the rows say (`state::rows`).
+//! Everything in it can be rebuilt from the log, so writes are not synced: after a crash of the machine the log fills the gap.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use rocksdb::{BlockBasedOptions, Cache, ColumnFamily, ColumnFamilyDescriptor, DB, DBCompressionType, Direction, IteratorMode, Options, ReadOptions, WriteBatch};
+
+use crate::state::rows::{Rows, RowsError, Table, Visit, Write};
+
+/// Memtables of all tables together, in bytes: with [`CACHE_BYTES`] the bound on RocksDB's memory.
+pub const MEMTABLES_BYTES: usize = 24 * 1024 * 1024;
+/// Block cache, in bytes.
+pub const CACHE_BYTES: usize = 8 * 1024 * 1024;
+
+/// Rows in RocksDB. Cheap to clone.
+#[derive(Clone)]
+pub struct RocksRows {
+    db: Arc<DB>,
+}
+
+impl std::fmt::Debug for RocksRows {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("RocksRows").field("path", &self.db.path()).finish()
+    }
+}
+
+impl RocksRows {
+    /// Opens the database, and makes it when there is none.
+    ///
+    /// # Errors
+    /// [`RowsError::Store`] when it can't be opened.
+    pub fn open(path: &Path) -> Result<Self, RowsError> {
+        let cache = Cache::new_lru_cache(CACHE_BYTES);
+        let mut options = Options::default();
+        options.create_if_missing(true);
+        options.create_missing_column_families(true);
+        options.set_db_write_buffer_size(MEMTABLES_BYTES);
+        options.set_max_background_jobs(2);
+        options.set_max_open_files(256);
+        // A small log of its own: 10 MiB are plenty to explain a fault.
+        options.set_max_log_file_size(5 * 1024 * 1024);
+        options.set_keep_log_file_num(2);
+        options.set_max_total_wal_size(64 * 1024 * 1024);
+        let families = Table::ALL.map(|table| {
+            let mut blocks = BlockBasedOptions::default();
+            blocks.set_block_cache(&cache);
+            blocks.set_cache_index_and_filter_blocks(true);
+            let mut options = Options::default();
+            options.set_block_based_table_factory(&blocks);
+            options.set_compression_type(DBCompressionType::Lz4);
+            options.set_write_buffer_size(MEMTABLES_BYTES / 3);
+            ColumnFamilyDescriptor::new(table.name(), options)
+        });
+        let db = DB::open_cf_descriptors(&options, path, families).map_err(store)?;
+        Ok(Self { db: Arc::new(db) })
+    }
+
+    /// Writes everything in memory to its files.
+    ///
+    /// # Errors
+    /// [`RowsError::Store`] when that fails.
+    pub fn flush(&self) -> Result<(), RowsError> {
+        Table::ALL.iter().try_for_each(|table| self.db.flush_cf(self.family(*table)?).map_err(store))
+    }
+
+    fn family(&self, table: Table) -> Result<&ColumnFamily, RowsError> {
+        self.db.cf_handle(table.name()).ok_or_else(|| RowsError::Store(format!("no table {}", table.name())))
+    }
+}
+
+fn store(error: rocksdb::Error) -> RowsError {
+    RowsError::Store(error.to_string())
+}
+
+/// The smallest key behind all that begin with `prefix`.
+fn behind(prefix: &[u8]) -> Option<Vec<u8>> {
+    let at = prefix.iter().rposition(|b| *b != u8::MAX)?;
+    let mut end = prefix[..=at].to_vec();
+    end[at] += 1;
+    Some(end)
+}
+
+impl Rows for RocksRows {
+    fn get(&self, table: Table, key: &[u8]) -> Result<Option<Vec<u8>>, RowsError> {
+        self.db.get_cf(self.family(table)?, key).map_err(store)
+    }
+
+    fn scan(&self, table: Table, prefix: &[u8], from: &[u8], visit: Visit<'_>) -> Result<(), RowsError> {
+        let mut options = ReadOptions::default();
+        if let Some(end) = behind(prefix) {
+            options.set_iterate_upper_bound(end);
+        }
+        let start = if from < prefix { prefix } else { from };
+        for row in self.db.iterator_cf_opt(self.family(table)?, options, IteratorMode::From(start, Direction::Forward)) {
+            let (key, value) = row.map_err(store)?;
+            if !key.starts_with(prefix) || !visit(&key, &value) {
+                break;
+            }
+        }
+        Ok(())
+    }
+
+    fn write(&self, batch: Vec<Write>) -> Result<(), RowsError> {
+        let mut writes = WriteBatch::default();
+        for write in batch {
+            match write {
+                Write::Put(table, key, value) => writes.put_cf(self.family(table)?, key, value),
+                Write::Delete(table, key) => writes.delete_cf(self.family(table)?, key),
+                Write::DeletePrefix(table, prefix) => {
+                    if let Some(end) = behind(&prefix) {
+                        writes.delete_range_cf(self.family(table)?, prefix, end);
+                    }
+                }
+            }
+        }
+        self.db.write(&writes).map_err(store)
+    }
+}

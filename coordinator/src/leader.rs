@@ -1,0 +1,376 @@
+//! The leader: decides by records and acts on what the state wants.
+//!
+//! Owns everything only a leader knows: beats, links to workers, the scheduler, the one publish in flight, trailing work under way.
+//! Pure: time is an argument, actions are returned. Does not own the state (it only reads it) or the lease (`driver`).
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use volley_jobspecs::ids::{JobId, Term, WorkerId};
+use volley_jobspecs::wire::record::{Decided, Decision, Trailing};
+use volley_jobspecs::wire::work::{Beat, BeatAnswer, WorkAnswer, WorkMessage};
+
+use crate::place::{self, Scheduler};
+use crate::send::{self, Link};
+use crate::state::State;
+use crate::state::effects::Effects;
+use crate::timers;
+
+/// Silence after which a worker is lost, in milliseconds (DESIGN §5): five beats.
+pub const LOST_AFTER_MS: u64 = 15_000;
+/// Grace after a takeover or a reconnect, in milliseconds: nobody could be heard before.
+pub const GRACE_MS: u64 = 30_000;
+/// Reports of all workers together, a second: what one stream with fsync on takes with room to spare (measured: 2,000 to 3,000).
+pub const REPORTS_PER_SECOND: u64 = 1_000;
+/// Shortest linger of a worker's reports, in milliseconds.
+pub const LINGER_MS_MIN: u32 = 5;
+/// While attempts are open, time is recorded at least this often, in milliseconds, so that instants in results are true to a second.
+pub const TICK_MS: u64 = 1_000;
+/// A round that found no fit is tried again after this long at most, in milliseconds; only rate limits need it.
+pub const RATE_ROUND_MS: u64 = 20;
+/// Trailing works under way at once: each is one or more S3 requests.
+pub const TRAILING_MAX: usize = 8;
+
+/// What the driver is to do.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Action {
+    /// Publish to the leader's subject, on condition that its last message is `after`.
+    Publish {
+        /// What.
+        decided: Decided,
+        /// Sequence of the last message on the subject.
+        after: u64,
+    },
+    /// Send a work message.
+    Send(WorkerId, WorkMessage),
+    /// Do what trails a job's end, then say so with [`Leader::trailed`].
+    Trail(JobId, Trailing),
+    /// Another leads: give up the lease and only follow.
+    StepDown,
+}
+
+/// Timings that tests shorten; production uses the default.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Timings {
+    /// See [`LOST_AFTER_MS`].
+    pub lost_after_ms: u64,
+    /// See [`GRACE_MS`].
+    pub grace_ms: u64,
+}
+
+impl Default for Timings {
+    fn default() -> Self {
+        Self { lost_after_ms: LOST_AFTER_MS, grace_ms: GRACE_MS }
+    }
+}
+
+/// A coordinator in office.
+#[derive(Debug)]
+pub struct Leader {
+    term: Term,
+    round: u64,
+    /// Wall clock and monotonic clock at takeover; from then on only the monotonic one moves.
+    anchor: (u64, u64),
+    /// Since when workers can be heard.
+    connected_ms: u64,
+    timings: Timings,
+    scheduler: Scheduler,
+    links: BTreeMap<WorkerId, Link>,
+    /// Decisions that ride in the next round.
+    pending: Vec<Decision>,
+    /// Lives that wait to be recorded as joined.
+    joining: BTreeMap<WorkerId, Beat>,
+    in_flight: bool,
+    last_tick_ms: u64,
+    last_digest: Option<(u64, [u8; 16])>,
+    place_again: bool,
+    next_rate_round_ms: u64,
+    doing: BTreeSet<(JobId, Trailing)>,
+}
+
+impl Leader {
+    /// Takes office. `wall_ms` since 1970, `now_ms` monotonic. The state has applied everything up to our Lead record.
+    #[must_use]
+    pub fn new(state: &State, wall_ms: u64, now_ms: u64, timings: Timings) -> Self {
+        let links = state.workers.iter().map(|(name, worker)| (name.clone(), Link::new(worker.incarnation, now_ms))).collect();
+        Self {
+            term: state.head.term,
+            round: state.head.round,
+            anchor: (wall_ms.max(state.head.now_ms), now_ms),
+            connected_ms: now_ms,
+            timings,
+            scheduler: Scheduler::default(),
+            links,
+            pending: Vec::new(),
+            joining: BTreeMap::new(),
+            in_flight: false,
+            last_tick_ms: state.head.now_ms,
+            last_digest: None,
+            place_again: true,
+            next_rate_round_ms: now_ms,
+            doing: BTreeSet::new(),
+        }
+    }
+
+    /// Its term.
+    #[must_use]
+    pub fn term(&self) -> Term {
+        self.term
+    }
+
+    /// The time it would record now, in milliseconds since 1970.
+    #[must_use]
+    pub fn wall_ms(&self, now_ms: u64) -> u64 {
+        self.anchor.0 + now_ms.saturating_sub(self.anchor.1)
+    }
+
+    /// How long ago each worker was heard, in milliseconds.
+    #[must_use]
+    pub fn silence(&self, worker: &WorkerId, now_ms: u64) -> Option<u64> {
+        self.links.get(worker).map(|link| now_ms.saturating_sub(link.heard_ms))
+    }
+
+    /// The connection to NATS is new: whoever was silent may not have been.
+    pub fn reconnected(&mut self, now_ms: u64) {
+        self.connected_ms = now_ms;
+    }
+
+    /// A digest of the state after record `sequence` was taken.
+    pub fn digest(&mut self, sequence: u64, hash: [u8; 16]) {
+        self.last_digest = Some((sequence, hash));
+    }
+
+    /// Records were applied; `fx` is what came of them.
+    pub fn applied(&mut self, state: &State, fx: &Effects) {
+        if state.head.round >= self.round {
+            self.in_flight = false;
+        }
+        self.scheduler.learn(&fx.attempts);
+        for name in &fx.workers {
+            match state.workers.get(name) {
+                None => _ = self.links.remove(name),
+                Some(worker) if self.links.get(name).is_none_or(|link| link.incarnation != worker.incarnation) => {
+                    self.links.insert(name.clone(), Link::new(worker.incarnation, self.connected_ms));
+                    if let Some(beat) = self.joining.remove(name) {
+                        self.meet(state, &beat);
+                    }
+                }
+                Some(_) => {}
+            }
+        }
+        for (name, id) in &fx.opened {
+            if let (Some(link), Some(worker)) = (self.links.get_mut(name), state.workers.get(name)) {
+                link.opened(state, *id, worker);
+            }
+        }
+        for (name, id) in &fx.closed {
+            if let Some(link) = self.links.get_mut(name) {
+                link.closed(*id);
+            }
+        }
+        for id in &fx.jobs {
+            match state.jobs.get(id) {
+                Some(job) if send::wants_ends(job) => self.tell_ends(state, *id),
+                Some(_) => {}
+                None => self.scheduler.forget(*id),
+            }
+        }
+        for name in fx.workers.iter().filter(|name| state.workers.get(*name).is_some_and(|w| w.draining)) {
+            let jobs: BTreeSet<JobId> = state.workers.get(name).map(|w| w.bundles.values().map(|b| b.job).collect()).unwrap_or_default();
+            jobs.iter().for_each(|job| self.tell_ends(state, *job));
+        }
+        self.place_again |= !fx.is_empty();
+    }
+
+    fn tell_ends(&mut self, state: &State, id: JobId) {
+        let Some(job) = state.jobs.get(&id) else { return };
+        for name in send::holders(state, id) {
+            if let (Some(link), Some(worker)) = (self.links.get_mut(&name), state.workers.get(&name)) {
+                link.tell_ends(job, worker);
+            }
+        }
+    }
+
+    fn meet(&mut self, state: &State, beat: &Beat) {
+        let (Some(link), Some(worker)) = (self.links.get_mut(&beat.worker), state.workers.get(&beat.worker)) else { return };
+        let lost = link.reconcile(state, worker, beat, self.term);
+        if !lost.is_empty() {
+            self.pending.push(Decision::AttemptsLost(lost));
+        }
+        for job in state.jobs.values().filter(|job| send::wants_ends(job)) {
+            link.tell_ends(job, worker);
+        }
+    }
+
+    /// A worker beat. Returns what to answer, or nothing when another leads.
+    pub fn beat(&mut self, state: &State, beat: Beat, now_ms: u64) -> Option<BeatAnswer> {
+        if beat.term > self.term {
+            return None;
+        }
+        let workers = self.links.len().max(1) as u64;
+        let linger_ms = LINGER_MS_MIN.max((workers * 1_000 / REPORTS_PER_SECOND) as u32);
+        let answer = |joined, lost| Some(BeatAnswer { term: self.term, linger_ms, joined, lost });
+        let recorded = state.workers.get(&beat.worker).filter(|w| w.incarnation == beat.incarnation);
+        let Some(worker) = recorded else {
+            if !beat.held.is_empty() {
+                // A life that holds something had joined, so it was declared lost; what it holds runs elsewhere by now.
+                return answer(false, true);
+            }
+            let answer = answer(false, false);
+            if !beat.leaving && !beat.draining {
+                self.join(beat);
+            }
+            return answer;
+        };
+        let answer = answer(true, false);
+        if let Some(link) = self.links.get_mut(&beat.worker) {
+            link.heard_ms = now_ms;
+        }
+        if beat.leaving && worker.bundles.is_empty() {
+            self.decide_once(Decision::WorkerLost { worker: beat.worker.clone(), incarnation: beat.incarnation, left: true });
+        } else if beat.reported <= state.head.sequence {
+            self.meet(state, &beat);
+        }
+        answer
+    }
+
+    fn join(&mut self, beat: Beat) {
+        if self.joining.get(&beat.worker).is_some_and(|known| known.incarnation == beat.incarnation) {
+            return;
+        }
+        self.pending.push(Decision::WorkerJoined { worker: beat.worker.clone(), incarnation: beat.incarnation, info: beat.info.clone() });
+        self.joining.insert(beat.worker.clone(), beat);
+    }
+
+    fn decide_once(&mut self, decision: Decision) {
+        if !self.pending.contains(&decision) {
+            self.pending.push(decision);
+        }
+    }
+
+    /// A worker answered a work message.
+    pub fn answered(&mut self, worker: &WorkerId, answer: &WorkAnswer) -> Option<Action> {
+        if answer.term > self.term {
+            return Some(Action::StepDown);
+        }
+        let link = self.links.get_mut(worker).filter(|link| link.incarnation == answer.incarnation && answer.term == self.term);
+        if let Some(link) = link {
+            link.answered(answer.taken);
+        }
+        None
+    }
+
+    /// What trails a job's end was done (or failed, and is tried again later).
+    pub fn trailed(&mut self, job: JobId, what: Trailing, done: bool) {
+        self.doing.remove(&(job, what));
+        if done {
+            self.pending.push(Decision::Done { job, what });
+        }
+    }
+
+    /// The publish in flight was refused though nobody else leads; it is decided anew.
+    pub fn refused(&mut self) {
+        self.in_flight = false;
+        self.place_again = true;
+    }
+
+    /// Everything to do now. Called after every event and when [`Leader::wake_at`] has come.
+    pub fn poll(&mut self, state: &State, now_ms: u64) -> Vec<Action> {
+        if state.head.term > self.term {
+            return vec![Action::StepDown];
+        }
+        let mut actions = Vec::new();
+        if !self.in_flight
+            && let Some(decided) = self.decide(state, now_ms)
+        {
+            self.in_flight = true;
+            actions.push(Action::Publish { decided, after: state.head.leader_sequence });
+        }
+        for (name, link) in &mut self.links {
+            if let Some(message) = link.next_message(self.term, now_ms) {
+                actions.push(Action::Send(name.clone(), message));
+            }
+        }
+        self.trail(state, &mut actions);
+        actions
+    }
+
+    /// By the monotonic clock: when to poll again if nothing happens before.
+    #[must_use]
+    pub fn wake_at(&self, state: &State, now_ms: u64) -> u64 {
+        let mut at = now_ms + TICK_MS;
+        if let Some((due, _)) = state.timers.first() {
+            at = at.min(now_ms + due.saturating_sub(self.wall_ms(now_ms)));
+        }
+        if self.scheduler.rate_limited(state) {
+            at = at.min(self.next_rate_round_ms.max(now_ms + 1));
+        }
+        let resend = self.links.values().filter_map(Link::resend_at).min();
+        at.min(resend.unwrap_or(u64::MAX)).max(now_ms + 1)
+    }
+
+    fn decide(&mut self, state: &State, now_ms: u64) -> Option<Decided> {
+        let wall_ms = self.wall_ms(now_ms);
+        let lost_from = self.pending.len();
+        self.declare_lost(state, now_ms);
+        let silent: BTreeSet<WorkerId> = self.pending[lost_from..]
+            .iter()
+            .filter_map(|d| if let Decision::WorkerLost { worker, .. } = d { Some(worker.clone()) } else { None })
+            .collect();
+        for (worker, ms) in self.scheduler.misbehaving() {
+            if let Some(found) = state.workers.get(&worker) {
+                let incarnation = found.incarnation;
+                self.pending.push(Decision::Quarantine { worker, incarnation, until_ms: wall_ms + ms });
+            }
+        }
+        let rate_due = now_ms >= self.next_rate_round_ms && self.scheduler.rate_limited(state);
+        let assignments = if self.place_again || rate_due {
+            self.place_again = false;
+            self.next_rate_round_ms = now_ms + RATE_ROUND_MS;
+            place::place(&mut self.scheduler, state, now_ms, &silent)
+        } else {
+            Vec::new()
+        };
+        let mut decisions = Vec::new();
+        let open = state.workers.values().any(|w| !w.bundles.is_empty());
+        let stale = open && wall_ms >= self.last_tick_ms + TICK_MS;
+        if let Some((sequence, hash)) = self.last_digest.take() {
+            self.pending.push(Decision::Digest { sequence, hash });
+        }
+        if timers::due(state, wall_ms) || stale || !assignments.is_empty() || !self.pending.is_empty() {
+            decisions.push(Decision::Tick(wall_ms));
+            self.last_tick_ms = wall_ms;
+        }
+        decisions.append(&mut self.pending);
+        if !assignments.is_empty() {
+            decisions.push(Decision::Assign(assignments));
+        }
+        if decisions.is_empty() {
+            return None;
+        }
+        self.round += 1;
+        Some(Decided { term: self.term, round: self.round, decisions })
+    }
+
+    fn declare_lost(&mut self, state: &State, now_ms: u64) {
+        let heard_from = self.connected_ms + self.timings.grace_ms;
+        for (name, link) in &self.links {
+            let dead = now_ms >= heard_from.max(link.heard_ms + self.timings.lost_after_ms);
+            if let Some(worker) = state.workers.get(name).filter(|_| dead) {
+                self.pending.push(Decision::WorkerLost { worker: name.clone(), incarnation: worker.incarnation, left: false });
+            }
+        }
+    }
+
+    fn trail(&mut self, state: &State, actions: &mut Vec<Action>) {
+        let manifests = state.jobs.values().filter(|j| j.progress.trailing.contains(&Trailing::Manifest)).map(|j| (j.id, Trailing::Manifest));
+        let sweeps = state.head.sweep.iter().map(|id| (*id, Trailing::FailedObjects));
+        let forgets = state.head.forget.iter().map(|id| (*id, Trailing::Objects));
+        let wanted: Vec<(JobId, Trailing)> = manifests.chain(sweeps).chain(forgets).collect();
+        for (job, what) in wanted {
+            let decided = self.pending.iter().any(|d| matches!(d, Decision::Done { job: j, what: w } if *j == job && *w == what));
+            if self.doing.len() < TRAILING_MAX && !decided && !self.in_flight && self.doing.insert((job, what)) {
+                actions.push(Action::Trail(job, what));
+            }
+        }
+    }
+}

@@ -1,0 +1,274 @@
+//! place: ready tasks and free capacity become one list of assignments a round.
+//!
+//! Owns the order (priority, then fair share by tenant and job, then fit, then avoiding the worker where a task failed), the size
+//! of bundles and the judgement of workers. Runs on the leader only: its decisions are records, so it may use clocks and floats,
+//! and may differ between builds. Does not own what `apply` makes of them (`assign`).
+
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, BTreeSet};
+
+use volley_jobspecs::failure::FailureClass;
+use volley_jobspecs::ids::{AttemptName, JobId, TenantId, WorkerId};
+use volley_jobspecs::wire::record::Assignment;
+use volley_jobspecs::wire::report::Ending;
+
+use crate::split::Waiting;
+use crate::state::State;
+use crate::state::effects::AttemptRow;
+use crate::state::job::Job;
+use crate::state::worker::{self, BUNDLES_PER_SLOT, Promised, Worker};
+
+mod measure;
+pub use measure::{Conduct, Durations};
+
+/// A bundle aims at this much work, in milliseconds (DESIGN §5): a hundred times the cost of a message, short enough to rebalance.
+pub const BUNDLE_MS: u64 = 100;
+/// Most tasks in a bundle.
+pub const BUNDLE_TASKS_MAX: u32 = 256;
+/// A bundle may wait at a worker only if it is expected to take no longer than this, in milliseconds: behind a long task it would
+/// wait although another worker is free.
+pub const WAITING_BUNDLE_MS_MAX: u64 = 1_000;
+/// Assignments in one round: with the runs below, about a quarter of the largest message.
+pub const ROUND_ASSIGNMENTS_MAX: usize = 2_048;
+/// Runs of tasks in one round, for the same reason.
+pub const ROUND_RUNS_MAX: usize = 16_384;
+/// Failed tasks whose worker is remembered; beyond that the oldest are forgotten and may meet the same worker again.
+pub const AVOID_MAX: usize = 100_000;
+
+/// What the leader has learnt and keeps from round to round. Losing it costs a little speed, never correctness.
+#[derive(Debug, Default)]
+pub struct Scheduler {
+    durations: BTreeMap<JobId, Durations>,
+    starts: BTreeMap<JobId, (f64, u64)>,
+    avoid: BTreeMap<(JobId, u32), WorkerId>,
+    conduct: BTreeMap<WorkerId, Conduct>,
+}
+
+impl Scheduler {
+    /// Learns from ended attempts.
+    pub fn learn(&mut self, ended: &[(AttemptName, AttemptRow)]) {
+        for (name, row) in ended {
+            let timing = &row.end.timing;
+            let took = u64::from(timing.prepare_ms) + u64::from(timing.run_ms) + u64::from(timing.persist_ms);
+            self.durations.entry(name.job).or_default().add(took);
+            let task = (name.job, name.index);
+            match row.end.ending {
+                Ending::Failed(class) => {
+                    self.avoid.insert(task, row.worker.clone());
+                    self.conduct.entry(row.worker.clone()).or_default().add(Some(class));
+                }
+                Ending::Succeeded => {
+                    self.conduct.entry(row.worker.clone()).or_default().add(None);
+                    // Most tasks never failed: the map is usually empty, and then this costs nothing.
+                    if !self.avoid.is_empty() {
+                        self.avoid.remove(&task);
+                    }
+                }
+                Ending::Returned => {}
+            }
+        }
+        while self.avoid.len() > AVOID_MAX {
+            self.avoid.pop_first();
+        }
+    }
+
+    /// Forgets what belongs to a job that has ended.
+    pub fn forget(&mut self, job: JobId) {
+        self.durations.remove(&job);
+        self.starts.remove(&job);
+        let tasks: Vec<_> = self.avoid.range((job, 0)..=(job, u32::MAX)).map(|(task, _)| *task).collect();
+        tasks.iter().for_each(|task| _ = self.avoid.remove(task));
+    }
+
+    /// Workers that should get nothing for a while, and for how long, in milliseconds.
+    pub fn misbehaving(&mut self) -> Vec<(WorkerId, u64)> {
+        let all: (u64, u64) = self.conduct.values().map(Conduct::totals).fold((0, 0), |a, b| (a.0 + b.0, a.1 + b.1));
+        let judged = self.conduct.iter_mut().filter_map(|(name, conduct)| Some((name.clone(), conduct.judge(all)?)));
+        judged.collect()
+    }
+
+    /// Tasks a bundle of this job should have, when `slots` could take its tasks.
+    fn bundle_tasks(&self, job: JobId, left: u32, slots: u32) -> u32 {
+        let Some(median_ms) = self.durations.get(&job).and_then(Durations::median_ms) else { return 1 };
+        let by_time = BUNDLE_MS / median_ms.max(1);
+        let by_share = left / slots.max(1);
+        (by_time.min(u64::from(BUNDLE_TASKS_MAX)) as u32).min(by_share).max(1)
+    }
+
+    fn may_wait(&self, job: JobId) -> bool {
+        let median = self.durations.get(&job).and_then(Durations::median_ms);
+        median.is_some_and(|ms| ms <= WAITING_BUNDLE_MS_MAX)
+    }
+
+    /// Starts the rate limit leaves at `now_ms` (monotonic).
+    fn starts_left(&mut self, job: &Job, now_ms: u64) -> u32 {
+        let Some(rate) = job.facts.plan.rate else { return u32::MAX };
+        let full = f64::from(rate.count.max(1));
+        let (left, at) = self.starts.entry(job.id).or_insert((full.min(1.0_f64.max(full / 10.0)), now_ms));
+        let gained = now_ms.saturating_sub(*at) as f64 / rate.per_ms.max(1) as f64 * full;
+        *left = (*left + gained).min(full);
+        *at = now_ms;
+        *left as u32
+    }
+
+    fn started(&mut self, job: JobId, count: u32) {
+        if let Some((left, _)) = self.starts.get_mut(&job) {
+            *left -= f64::from(count);
+        }
+    }
+
+    /// Does some job wait only for its rate limit, so that a round should be tried again soon?
+    #[must_use]
+    pub fn rate_limited(&self, state: &State) -> bool {
+        state.jobs.values().any(|job| job.facts.plan.rate.is_some() && job.startable() && job.waiting() > 0)
+    }
+}
+
+struct Candidate<'a> {
+    name: &'a WorkerId,
+    worker: &'a Worker,
+    bundles: u32,
+    promised: Promised,
+}
+
+impl Candidate<'_> {
+    fn load(&self) -> u64 {
+        u64::from(self.bundles) * 1_000 / u64::from(self.worker.info.slots.max(1))
+    }
+}
+
+struct Queue<'a> {
+    job: &'a Job,
+    waiting: Waiting<'a>,
+    bundles: u32,
+    starts: u32,
+}
+
+/// One round: who runs what next. `silent` workers get nothing. `now_ms` is monotonic and for rate limits only.
+pub fn place(scheduler: &mut Scheduler, state: &State, now_ms: u64, silent: &BTreeSet<WorkerId>) -> Vec<Assignment> {
+    let mut candidates: Vec<Candidate<'_>> = Vec::new();
+    let takes_more = |w: &Worker| worker::takes_more(w, state.head.now_ms);
+    for (name, worker) in state.workers.iter().filter(|(name, w)| takes_more(w) && !silent.contains(*name)) {
+        candidates.push(Candidate { name, worker, bundles: worker.bundles.len() as u32, promised: worker.promised });
+    }
+    if candidates.is_empty() {
+        return Vec::new();
+    }
+    let mut by_load: BTreeSet<(u64, usize)> = candidates.iter().enumerate().map(|(at, c)| (c.load(), at)).collect();
+    let slots: u32 = state.workers.values().map(|w| w.info.slots).sum();
+    let mut shares = Shares::new(scheduler, state, now_ms);
+    let mut assignments = Vec::new();
+    let mut runs = 0;
+    while assignments.len() < ROUND_ASSIGNMENTS_MAX && runs < ROUND_RUNS_MAX {
+        let Some(mut queue) = shares.pop() else { break };
+        let Some((at, assignment)) = fit(scheduler, &mut queue, &candidates, &by_load, slots) else { continue };
+        let candidate = &mut candidates[at];
+        by_load.remove(&(candidate.load(), at));
+        candidate.bundles += 1;
+        candidate.promised.add(&queue.job.facts.plan.needs);
+        if candidate.bundles < candidate.worker.info.slots * BUNDLES_PER_SLOT {
+            by_load.insert((candidate.load(), at));
+        }
+        runs += assignment.tasks.len();
+        queue.bundles += 1;
+        let count = assignment.tasks.iter().map(|run| run.count).sum();
+        queue.starts = queue.starts.saturating_sub(count);
+        scheduler.started(queue.job.id, count);
+        assignments.push(assignment);
+        shares.push_back(queue);
+    }
+    assignments
+}
+
+/// The least loaded worker that takes the queue's next bundle.
+fn fit(scheduler: &Scheduler, queue: &mut Queue<'_>, candidates: &[Candidate<'_>], by_load: &BTreeSet<(u64, usize)>, slots: u32) -> Option<(usize, Assignment)> {
+    let job = queue.job;
+    let needs = &job.facts.plan.needs;
+    let next = queue.waiting.peek()?;
+    let avoided = scheduler.avoid.get(&(job.id, next));
+    let may_wait = scheduler.may_wait(job.id);
+    let fits = |c: &Candidate<'_>| {
+        let idle = c.bundles < c.worker.info.slots;
+        worker::unfit(&c.worker.info, needs).is_empty() && (idle || may_wait) && c.promised.fits(needs, &c.worker.info, if idle { 1 } else { BUNDLES_PER_SLOT })
+    };
+    let mut fitting = by_load.iter().map(|(_, at)| *at).filter(|at| fits(&candidates[*at]));
+    let at = match avoided {
+        None => fitting.next()?,
+        // The worker where it failed is taken only if no other could ever run it.
+        Some(bad) => match fitting.find(|at| candidates[*at].name != bad) {
+            Some(at) => at,
+            None if candidates.iter().any(|c| c.name != bad && worker::unfit(&c.worker.info, needs).is_empty()) => return None,
+            None => by_load.iter().map(|(_, at)| *at).find(|at| fits(&candidates[*at]))?,
+        },
+    };
+    let alone = |index| scheduler.avoid.contains_key(&(job.id, index));
+    let size = scheduler.bundle_tasks(job.id, queue.waiting.left(), slots).min(queue.starts);
+    let tasks = queue.waiting.take(size, alone);
+    let worker = &candidates[at];
+    let assignment = Assignment { worker: worker.name.clone(), incarnation: worker.worker.incarnation, job: job.id, tasks };
+    (!assignment.tasks.is_empty()).then_some((at, assignment))
+}
+
+/// Jobs that may start something, by priority class, tenant and job share.
+struct Shares<'a> {
+    classes: BTreeMap<Reverse<i16>, BTreeMap<&'a TenantId, BTreeMap<(u64, JobId), Queue<'a>>>>,
+    tenants: BTreeMap<&'a TenantId, (u32, u32, Option<u32>)>,
+}
+
+impl<'a> Shares<'a> {
+    fn new(scheduler: &mut Scheduler, state: &'a State, now_ms: u64) -> Self {
+        let mut shares = Self { classes: BTreeMap::new(), tenants: BTreeMap::new() };
+        for job in state.jobs.values() {
+            let policy = state.tenants.get(&job.facts.tenant).map(|t| &t.policy);
+            let weight = policy.map_or(100, |p| p.weight.max(1));
+            shares.tenants.entry(&job.facts.tenant).or_insert((0, weight, policy.and_then(|p| p.concurrency))).0 += job.bundles;
+            if job.startable() && job.waiting() > 0 {
+                let starts = scheduler.starts_left(job, now_ms);
+                shares.push(Queue { job, waiting: Waiting::new(job), bundles: job.bundles, starts });
+            }
+        }
+        shares
+    }
+
+    fn push(&mut self, mut queue: Queue<'a>) {
+        let plan = &queue.job.facts.plan;
+        let full = plan.concurrency.is_some_and(|max| queue.bundles >= max);
+        if full || queue.starts == 0 || queue.waiting.peek().is_none() {
+            return;
+        }
+        let share = u64::from(queue.bundles) * 1_000_000 / u64::from(plan.weight.max(1));
+        let class = self.classes.entry(Reverse(plan.priority)).or_default();
+        class.entry(&queue.job.facts.tenant).or_default().insert((share, queue.job.id), queue);
+    }
+
+    /// Puts a queue back that was given one bundle more.
+    fn push_back(&mut self, queue: Queue<'a>) {
+        if let Some((bundles, _, _)) = self.tenants.get_mut(&queue.job.facts.tenant) {
+            *bundles += 1;
+        }
+        self.push(queue);
+    }
+
+    /// The queue that is furthest behind its share, in the highest class.
+    fn pop(&mut self) -> Option<Queue<'a>> {
+        loop {
+            let mut class = self.classes.first_entry()?;
+            let tenants = class.get_mut();
+            let open = tenants.iter().filter(|(name, queues)| {
+                let tenant = self.tenants.get(*name);
+                !queues.is_empty() && tenant.is_none_or(|(bundles, _, max)| max.is_none_or(|max| *bundles < max))
+            });
+            let share = |name: &TenantId| self.tenants.get(name).map_or(0, |(bundles, weight, _)| u64::from(*bundles) * 1_000_000 / u64::from(*weight));
+            let Some(name) = open.map(|(name, _)| *name).min_by_key(|name| (share(name), *name)) else {
+                class.remove();
+                continue;
+            };
+            return tenants.get_mut(name).and_then(|queues| queues.pop_first()).map(|(_, queue)| queue);
+        }
+    }
+}
+
+/// Classes that speak against the worker rather than the task.
+fn blames_worker(class: FailureClass) -> bool {
+    matches!(class, FailureClass::RestoreFailed | FailureClass::GuestLost | FailureClass::StartTimeout | FailureClass::StorageFailed)
+}

@@ -55,7 +55,7 @@ pub struct JobSpec {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub task: Option<TaskSpec>,
     /// Limits of the job as a whole.
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "is_default")]
     pub limits: Limits,
     /// Priority class, -100 to 100; a higher one goes first. Default 0.
     #[serde(default)]
@@ -80,8 +80,12 @@ pub struct JobSpec {
     #[serde(default)]
     pub retention: RetentionSpec,
     /// Which workers may run its tasks.
-    #[serde(default, skip_serializing_if = "Placement::is_default")]
+    #[serde(default, skip_serializing_if = "is_default")]
     pub placement: Placement,
+}
+
+pub(crate) fn is_default<T: Default + PartialEq>(value: &T) -> bool {
+    *value == T::default()
 }
 
 fn weight_default() -> u32 {
@@ -159,12 +163,6 @@ pub struct Placement {
     pub labels: BTreeMap<String, String>,
 }
 
-impl Placement {
-    fn is_default(&self) -> bool {
-        self.labels.is_empty()
-    }
-}
-
 /// One stage of a job.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
@@ -182,7 +180,7 @@ pub struct StageSpec {
     /// What each task of the stage runs.
     pub task: TaskSpec,
     /// Limits of the stage; those of the job hold beside them.
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "is_default")]
     pub limits: Limits,
 }
 

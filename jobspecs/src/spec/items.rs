@@ -10,6 +10,8 @@ use serde_json::{Map, Value, json};
 
 /// Most items in one chunk: a chunk is one task's item, and that has a size limit too.
 pub const CHUNK_MAX: u32 = 10_000;
+/// Largest whole number in a range, either way: above 2^53 - 1 JSON readers don't agree on what they read.
+pub const INTEGER_MAX: i64 = (1 << 53) - 1;
 /// Most axes of a matrix: more than this is a list of items.
 pub const AXES_MAX: usize = 16;
 
@@ -62,12 +64,14 @@ fn one_of(fields: &[&str]) -> Value {
 pub struct Range {
     /// The first. Default 0.
     #[serde(default)]
+    #[schemars(range(min = -INTEGER_MAX, max = INTEGER_MAX))]
     pub from: i64,
     /// The end, which is not itself in the range.
-    #[schemars(extend("examples" = [10]))]
+    #[schemars(range(min = -INTEGER_MAX, max = INTEGER_MAX), extend("examples" = [10]))]
     pub to: i64,
     /// The distance from one to the next, not 0; negative to count down. Default 1.
     #[serde(default = "step_default")]
+    #[schemars(range(min = -INTEGER_MAX, max = INTEGER_MAX))]
     pub step: i64,
 }
 

@@ -53,7 +53,7 @@ pub struct TaskSpec {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub workdir: Option<String>,
     /// What one task needs of its host.
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "crate::spec::is_default")]
     pub resources: Resources,
     /// Files that are there before the command starts, read-only; at most 256.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]

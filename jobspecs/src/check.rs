@@ -107,9 +107,10 @@ impl Walk {
             return;
         };
         object.retain(|_, value| !value.is_null());
+        let known: Vec<&String> = properties.keys().filter(|name| object.contains_key(*name)).collect();
         self.take_unknown(object, properties, path);
-        for (name, property) in properties {
-            if let Some(value) = object.get_mut(name) {
+        for name in known {
+            if let (Some(value), Some(property)) = (object.get_mut(name), properties.get(name)) {
                 self.visit(value, property, &join(path, name));
             }
         }
@@ -118,39 +119,40 @@ impl Walk {
             if !object.contains_key(name)
                 && let Some(property) = properties.get(name)
             {
-                let place = join(path, name);
-                if !self.stood_in.contains(&place) {
-                    let resolved = self.resolve(property);
-                    self.problems.push(Problem::new(place, "missing").allowed(wanted(resolved)));
-                }
+                let resolved = self.resolve(property);
+                self.problems.push(Problem::new(join(path, name), "missing").allowed(wanted(resolved)));
                 object.insert(name.to_owned(), self.stand_in(property));
             }
         }
     }
 
-    /// Removes and reports unknown fields. One that was probably meant to be a missing field counts as that field, so that nothing
-    /// is concluded from its absence.
+    /// Takes out and reports unknown fields. One that was probably meant to be a field that isn't there counts as that field: it is
+    /// checked as it, and nothing is concluded from the absence of the right name.
     fn take_unknown(&mut self, object: &mut Map<String, Value>, properties: &'static Map<String, Value>, path: &str) {
         let unknown: Vec<String> = object.keys().filter(|key| !properties.contains_key(*key)).cloned().collect();
         for key in unknown {
-            object.remove(&key);
+            let Some(mut value) = object.remove(&key) else { continue };
             let plain = key.replace(['_', '-'], "").to_lowercase();
-            let synonym = SYNONYMS.iter().find(|(name, _)| *name == plain).map(|(_, meant)| *meant);
-            let meant = synonym
-                .filter(|meant| properties.contains_key(*meant))
-                .or_else(|| suggest(&key, properties.keys().map(String::as_str).filter(|name| *name != "$schema")));
             let names = properties.keys().map(String::as_str).filter(|name| *name != "$schema");
-            let mut problem = Problem::new(join(path, &key), "unknown field").allowed(list(names));
+            let synonym = SYNONYMS.iter().find(|(name, _)| *name == plain).map(|(_, meant)| *meant);
+            let meant = synonym.filter(|meant| properties.contains_key(*meant)).or_else(|| suggest(&key, names.clone()));
+            let place = join(path, &key);
+            let mut problem = Problem::new(&place, "unknown field").allowed(list(names));
             if let Some(meant) = meant {
                 problem = problem.hint(format!("did you mean \"{meant}\"?"));
-                if !object.contains_key(meant)
-                    && let Some(property) = properties.get(meant)
-                {
-                    object.insert(meant.to_owned(), self.stand_in(property));
-                    self.stood_in.push(join(path, meant));
-                }
             }
             self.problems.push(problem);
+            let Some((meant, property)) = meant.and_then(|meant| Some((meant, properties.get(meant)?))) else { continue };
+            if object.contains_key(meant) {
+                continue;
+            }
+            if misfit(&value, self.resolve(property), &place).is_none() {
+                self.visit(&mut value, property, &place);
+            } else {
+                value = self.stand_in(property);
+                self.stood_in.push(join(path, meant));
+            }
+            object.insert(meant.to_owned(), value);
         }
     }
 
@@ -260,8 +262,9 @@ fn misfit(value: &Value, schema: &'static Value, path: &str) -> Option<Problem> 
     if let Some(Err((error, allowed))) = schema.get("format").and_then(Value::as_str).and_then(|f| check_format(f, value)) {
         return Some(format_problem(value, error, allowed, path));
     }
-    let allowed_types = types(schema);
     let choices = choices(schema);
+    // A choice among described texts has its type in each branch, not at the top.
+    let allowed_types = if choices.is_empty() { types(schema) } else { vec!["string"] };
     let fits = allowed_types.is_empty()
         || allowed_types.iter().any(|name| *name == type_of(value) || (*name == "number" && type_of(value) == "integer"));
     if !fits {

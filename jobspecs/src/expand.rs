@@ -248,7 +248,7 @@ mod tests {
             let plan = plan(items);
             prop_assert_eq!(plan.count(), Some(all.len() as u64));
             for (i, wanted) in all.iter().enumerate().rev() {
-                prop_assert_eq!(plan.item(i as u64).as_ref(), Some(wanted));
+                prop_assert_eq!(plan.item(i as u64), Some(wanted.clone()));
             }
             prop_assert_eq!(plan.item(all.len() as u64), None);
         }

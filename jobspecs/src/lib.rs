@@ -13,6 +13,7 @@ pub mod ids;
 pub mod keys;
 pub mod pages;
 pub mod parse;
+pub mod plan;
 pub mod problem;
 pub mod resolve;
 pub mod schema;

@@ -53,6 +53,7 @@ fn near(a: &str, b: &str) -> bool {
     within(a, b) || within(b, a)
 }
 
+#[derive(Debug)]
 struct Read {
     /// The spec, with stand-ins where there are problems; none if even that can't be read.
     spec: Option<JobSpec>,
@@ -226,5 +227,55 @@ impl<'de> Visitor<'de> for Seed<'_> {
             }
         }
         Ok(Value::Object(object))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    /// Whatever is wrong in a spec, what stands in for it can be read: else the other problems would go unseen.
+    #[test]
+    fn stand_ins_always_make_a_readable_spec() {
+        let base = json!({
+            "version": "volley/v1", "name": "x",
+            "items": { "matrix": { "axes": { "a": [1] }, "include": [{ "a": 2 }] } },
+            "task": {
+                "isolation": "microvm", "image": "i", "command": ["a", "b"], "env": { "A": "b" }, "stdin": "x",
+                "resources": { "cpus": 1, "memory": "1GiB", "pids": 4 }, "outputs": ["o"],
+                "inputs": [{ "from": "s3://bucket/k", "path": "p", "executable": true }],
+                "volumes": [{ "volume": "v", "path": "/v", "access": "rw" }],
+                "network": { "allow": [{ "host": "h", "ports": [1] }] }, "secrets": [{ "name": "n", "env": "N" }],
+                "timeouts": { "run": "1s" },
+                "retry": { "backoff": { "factor": 2 }, "rules": [{ "match": { "classes": ["oom"] }, "action": "fail" }] }
+            },
+            "stages": [{ "name": "s", "needs": [{ "stage": "t", "by": "index" }], "task": { "command": "x" } }],
+            "schedule": { "cron": "* * * * *", "overlap": "skip" }, "notify": [{ "webhook": "http://x", "on": ["failed"] }],
+            "retention": { "job": "1d" }, "limits": { "failFast": "now", "maxFailures": 1 }
+        });
+        assert!(read(base.to_string().as_bytes()).is_ok_and(|read| read.problems.is_empty()));
+        let mut places = Vec::new();
+        pointers(&base, "", &mut places);
+        assert!(places.len() > 70);
+        for place in places {
+            for odd in [json!(-1), json!(1e300), json!(""), json!([]), json!({}), json!([[]]), json!(true), json!({ "odd": 1 })] {
+                let mut changed = base.clone();
+                if let Some(slot) = changed.pointer_mut(&place) {
+                    *slot = odd.clone();
+                }
+                let read = read(changed.to_string().as_bytes());
+                assert!(read.as_ref().is_ok_and(|read| read.spec.is_some()), "{place} {odd} {:?}", read.err());
+            }
+        }
+    }
+
+    fn pointers(value: &Value, at: &str, out: &mut Vec<String>) {
+        out.push(at.to_owned());
+        match value {
+            Value::Object(object) => object.iter().for_each(|(key, value)| pointers(value, &format!("{at}/{key}"), out)),
+            Value::Array(array) => array.iter().enumerate().for_each(|(i, value)| pointers(value, &format!("{at}/{i}"), out)),
+            Value::Null | Value::Bool(_) | Value::Number(_) | Value::String(_) => {}
+        }
     }
 }

@@ -317,7 +317,7 @@ impl TaskTemplate {
         for (field, kind, text) in texts(task) {
             match Template::parse(text) {
                 Ok(template) => templates.push((field, kind, template)),
-                Err(error) => bad.push(BadTemplate { field, error }),
+                Err(errors) => bad.extend(errors.into_iter().map(|error| BadTemplate { field: field.clone(), error })),
             }
         }
         if bad.is_empty() { Ok(Self { task: task.clone(), templates }) } else { Err(bad) }

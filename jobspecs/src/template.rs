@@ -104,9 +104,10 @@ impl Template {
     /// Reads a text.
     ///
     /// # Errors
-    /// [`TemplateError`] for an unknown name or an open `${`.
-    pub fn parse(text: &str) -> Result<Self, TemplateError> {
+    /// Every unknown name, and an open `${`.
+    pub fn parse(text: &str) -> Result<Self, Vec<TemplateError>> {
         let mut segments = Vec::new();
+        let mut errors = Vec::new();
         let mut plain = String::new();
         let mut rest = text;
         while let Some(at) = rest.find("${") {
@@ -118,18 +119,24 @@ impl Template {
                 continue;
             }
             plain.push_str(before);
-            let close = found.find('}').ok_or(TemplateError::Unclosed)?;
             if !plain.is_empty() {
                 segments.push(Segment::Text(std::mem::take(&mut plain)));
             }
-            segments.push(name(&found[2..close])?);
+            let Some(close) = found.find('}') else {
+                errors.push(TemplateError::Unclosed);
+                return Err(errors);
+            };
+            match name(&found[2..close]) {
+                Ok(segment) => segments.push(segment),
+                Err(error) => errors.push(error),
+            }
             rest = &found[close + 1..];
         }
         plain.push_str(rest);
         if !plain.is_empty() {
             segments.push(Segment::Text(plain));
         }
-        Ok(Self { segments })
+        if errors.is_empty() { Ok(Self { segments }) } else { Err(errors) }
     }
 
     /// Its pieces, in order.
@@ -231,7 +238,7 @@ mod tests {
         let values = Values { item, index: 7, job: "j42", attempt: 2 };
         match Template::parse(text) {
             Ok(template) => template.substitute(&values).unwrap_or_else(|e| format!("! {e}")),
-            Err(error) => format!("? {error}; {}", error.hint()),
+            Err(errors) => errors.iter().map(|error| format!("? {error}; {}", error.hint())).collect(),
         }
     }
 

@@ -207,9 +207,7 @@ pub(crate) fn conclude(spec: JobSpec, problems: Vec<Problem>) -> Result<ValidJob
 pub(crate) fn judge(spec: &JobSpec, features: &Features) -> Vec<Problem> {
     let mut problems = Vec::new();
     let out = &mut problems;
-    if let Err(error) = check_name(&spec.name) {
-        out.push(name_problem("$.name", &error));
-    }
+    name("$.name", &spec.name, out);
     labels("$.labels", &spec.labels, out);
     labels("$.placement.labels", &spec.placement.labels, out);
     work(spec, features, out);
@@ -227,8 +225,11 @@ pub(crate) fn judge(spec: &JobSpec, features: &Features) -> Vec<Problem> {
     problems
 }
 
-fn name_problem(path: impl Into<String>, error: &crate::ids::IdError) -> Problem {
-    Problem::new(path, error.to_string())
+fn name(path: &str, name: &str, out: &mut Vec<Problem>) {
+    if check_name(name).is_err() {
+        let problem = Problem::new(path, "not a name").found(format!("{name:?}"));
+        out.push(problem.allowed("1 to 64 of a-z A-Z 0-9 _ -, beginning with a letter or digit"));
+    }
 }
 
 /// A problem of something the cluster can't do.
@@ -280,9 +281,7 @@ fn work(spec: &JobSpec, features: &Features, out: &mut Vec<Problem>) {
     let mut seen = BTreeSet::new();
     for (index, stage) in spec.stages.iter().enumerate() {
         let path = format!("$.stages[{index}]");
-        if let Err(error) = check_name(&stage.name) {
-            out.push(name_problem(format!("{path}.name"), &error));
-        }
+        name(&format!("{path}.name"), &stage.name, out);
         if !seen.insert(stage.name.as_str()) {
             out.push(Problem::new(format!("{path}.name"), "another stage has this name").found(format!("{:?}", stage.name)));
         }

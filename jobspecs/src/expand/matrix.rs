@@ -272,7 +272,7 @@ mod tests {
             let plan = plan.map_err(|e| TestCaseError::fail(e.to_string()))?;
             prop_assert_eq!(plan.count(), all.len() as u64);
             for (i, item) in all.iter().enumerate() {
-                prop_assert_eq!(plan.item(i as u64).as_ref(), Some(item));
+                prop_assert_eq!(plan.item(i as u64), Some(item.clone()));
             }
             prop_assert_eq!(plan.item(all.len() as u64), None);
         }

@@ -118,11 +118,17 @@ impl CsvReader {
     /// Reads the records in the first `len` bytes of `open` and drops them.
     fn take(&mut self, len: usize, pages: &mut PageWriter) -> Result<(), CutError> {
         let rest = self.open.split_off(len.min(self.open.len()));
-        let batch = std::mem::replace(&mut self.open, rest);
+        let mut batch = std::mem::replace(&mut self.open, rest);
+        // The crate would drop a byte order mark here, which inside a file is text like any other: an empty line keeps it from that.
+        let added = u64::from(batch.starts_with("\u{feff}".as_bytes()));
+        if added > 0 {
+            batch.insert(0, b'\n');
+        }
         self.scanned = self.open.len();
         self.whole = 0;
         let mut reader = ReaderBuilder::new().has_headers(false).flexible(true).delimiter(self.delimiter).from_reader(batch.as_slice());
         let mut record = ByteRecord::new();
+        let (mut counted, mut line) = (0, self.line + 1 - added);
         loop {
             let before = reader.position().byte();
             match reader.read_byte_record(&mut record) {
@@ -131,13 +137,17 @@ impl CsvReader {
                 // Reading from memory with `flexible` has no failing path.
                 Err(error) => return Err(CutError { line: self.line + 1, kind: CutErrorKind::NotJson(error.to_string()) }),
             }
-            let line = self.line + record.position().map_or(1, ::csv::Position::line);
+            // The crate's position is that of the line feeds before a record, so lines are counted here.
+            let start = usize::try_from(before).unwrap_or(usize::MAX).min(batch.len());
+            let feeds = batch[start..].iter().take_while(|b| matches!(b, b'\r' | b'\n')).count();
+            line += batch[counted..start + feeds].iter().filter(|b| **b == b'\n').count() as u64;
+            counted = start + feeds;
             if reader.position().byte() - before > LINE_BYTES_MAX as u64 {
                 return Err(CutError { line, kind: CutErrorKind::LineTooLong });
             }
             self.take_record(&record, pages, line)?;
         }
-        self.line += batch.iter().filter(|b| **b == b'\n').count() as u64;
+        self.line += batch.iter().filter(|b| **b == b'\n').count() as u64 - added;
         if batch.last().is_some_and(|b| *b != b'\n') {
             self.line += 1;
         }

@@ -61,6 +61,7 @@ fn errors_name_the_line() {
         (FileFormat::Lines, &large, "line 3: the item has 65538 bytes of JSON; at most 65536 fit in a task's environment"),
         (csv_format(), "a,b\n1,2\n3\n", "line 3: 1 fields, but there are 2 columns"),
         (csv_format(), "a,b\n\"1\n2\",3\n4\n", "line 4: 1 fields, but there are 2 columns"),
+        (csv_format(), "a,b\r\n1,2\r\n\r\n3\r\n", "line 4: 1 fields, but there are 2 columns"),
         (csv_format(), "a,a\n", "line 1: the header has an empty name or the name \"a\" twice"),
         (csv_format(), "a,b\n1,\"2\n", "line 2: a quotation mark isn't closed"),
         (csv_format(), "a,b\n", "line 1: the file has no items in it"),

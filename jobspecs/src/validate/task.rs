@@ -5,10 +5,10 @@ use std::collections::BTreeSet;
 use super::{Features, unavailable};
 use crate::backoff::DELAY_MS_MAX;
 use crate::failure::FailureClass;
-use crate::problem::{Problem, join, list};
+use crate::problem::{PROBLEMS_MAX, Problem, join, list};
 use crate::resolve::{Kind, TextError, check_text, texts};
 use crate::spec::{Access, Command, Isolation, RetryAction, RetryRuleSpec, RetrySpec, TaskSpec};
-use crate::template::{Segment, Template};
+use crate::template::{Segment, Template, TemplateError};
 
 /// Least memory of a task, in bytes: below it no program starts.
 const MEMORY_BYTES_MIN: u64 = 4 << 20;
@@ -21,8 +21,8 @@ pub(super) fn judge(path: &str, task: &TaskSpec, features: &Features, out: &mut 
     judge_paths(path, task, out);
     judge_environment(path, task, out);
     judge_volumes(path, task, out);
-    if task.resources.memory.is_some_and(|memory| memory.0 < MEMORY_BYTES_MIN) {
-        out.push(Problem::new(format!("{path}.resources.memory"), "too small").allowed("at least 4MiB"));
+    if let Some(memory) = task.resources.memory.filter(|memory| memory.0 < MEMORY_BYTES_MIN) {
+        out.push(Problem::new(format!("{path}.resources.memory"), "too small").found(memory).allowed("at least 4MiB"));
     }
     let timeouts = &task.timeouts;
     for (name, duration) in [("queue", timeouts.queue), ("start", Some(timeouts.start)), ("run", Some(timeouts.run))] {
@@ -72,8 +72,9 @@ fn judge_texts(path: &str, task: &TaskSpec, out: &mut Vec<Problem>) {
         let place = format!("{path}{field}");
         let template = match Template::parse(text) {
             Ok(template) => template,
-            Err(error) => {
-                out.push(Problem::new(place, error.to_string()).hint(error.hint()).allowed(error.allowed()));
+            Err(errors) => {
+                let problem = |e: TemplateError| Problem::new(&place, e.to_string()).hint(e.hint()).allowed(e.allowed());
+                out.extend(errors.into_iter().take(PROBLEMS_MAX).map(problem));
                 continue;
             }
         };

@@ -116,6 +116,6 @@ impl Rows for RocksRows {
                 }
             }
         }
-        self.db.write(&writes).map_err(store)
+        self.db.write(writes).map_err(store)
     }
 }

@@ -25,11 +25,14 @@ pub const PART_BYTES_MIN: u64 = 8 * 1024 * 1024;
 const PART_BYTES_MAX: u64 = 5 * 1024 * 1024 * 1024;
 /// Parts in one upload: the protocol's limit.
 pub const PARTS_MAX: u32 = 10_000;
-/// Without a size hint parts keep their size for this many parts, then double: ten doublings reach 7.8 TiB,
-/// past the protocol's 5 TiB. (Stores that want equal parts, like R2, are served up to 7.8 GiB, or with a hint.)
-const PARTS_PER_SIZE: u32 = 1_000;
-/// A hint sizes parts so that it fills this many, which leaves room for a body that is longer than hinted.
-const PARTS_HINTED: u64 = 8_000;
+/// Without a size hint this many parts have the smallest size. (Stores that want equal parts, like R2, are served up to
+/// 7.8 GiB without a hint.)
+const PARTS_EQUAL_MIN: u32 = 1_000;
+/// A hint sizes parts so that it fills this many.
+const PARTS_HINTED: u64 = 4_000;
+/// After the equal parts, sizes double this many times over the numbers that are left: from 8 MiB to 4 GiB, which
+/// reaches the protocol's 5 TiB per object even where a hint was far too small.
+const DOUBLINGS: u32 = 9;
 /// Parts sent at once: enough to fill a link whose round trip is a good part of a request's time.
 const PARTS_IN_FLIGHT_MAX: u64 = 4;
 /// Bytes of parts in flight beyond the first, whatever their size.
@@ -110,7 +113,7 @@ answers!(UploadError);
 
 impl Store {
     /// Stores all that `reader` gives. Holds at most [four parts](PART_BYTES_MIN) in flight and one being filled:
-    /// 40 MiB for bodies under 8 GiB, or with a size hint under 62 GiB; two parts where parts are larger.
+    /// 40 MiB for bodies under 8 GiB, or with a size hint under 31 GiB; two parts where parts are larger.
     pub async fn upload_stream<R>(&self, key: &str, reader: R, options: &UploadOptions) -> Result<Uploaded, UploadError>
     where
         R: AsyncRead + Send + Unpin,
@@ -331,6 +334,8 @@ struct Plan {
     base: u64,
     /// Parts that keep the base size.
     equal: u32,
+    /// Parts of each size after that.
+    step: u32,
 }
 
 impl Plan {
@@ -339,14 +344,15 @@ impl Plan {
         let hint = bytes_hint.unwrap_or(0);
         let base = hint.div_ceil(PARTS_HINTED).next_multiple_of(MIB).clamp(PART_BYTES_MIN, PART_BYTES_MAX);
         let planned = u32::try_from(hint.div_ceil(base)).unwrap_or(PARTS_MAX);
-        Self { base, equal: planned.max(PARTS_PER_SIZE) }
+        let equal = planned.clamp(PARTS_EQUAL_MIN, PARTS_MAX - DOUBLINGS);
+        Self { base, equal, step: (PARTS_MAX - equal) / DOUBLINGS }
     }
 
     /// Size of part `number` (from 1) in bytes.
     fn part_bytes(&self, number: u32) -> u64 {
         let doublings = match number.checked_sub(self.equal + 1) {
             None => 0,
-            Some(past) => past / PARTS_PER_SIZE + 1,
+            Some(past) => past / self.step + 1,
         };
         self.base.saturating_mul(1_u64.checked_shl(doublings).unwrap_or(u64::MAX)).min(PART_BYTES_MAX)
     }

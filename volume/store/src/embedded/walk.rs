@@ -269,3 +269,101 @@ fn read_dir(dir: &Path) -> io::Result<impl Iterator<Item = io::Result<fs::DirEnt
         Err(error) => Err(error),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::embedded::disk::{Condition, Disk};
+
+    fn put(disk: &Disk, key: &str) {
+        let trailer = Trailer {
+            key: key.to_owned(),
+            bytes: 0,
+            etag: "e".to_owned(),
+            modified_ms: 0,
+            content_type: None,
+            metadata: BTreeMap::new(),
+        };
+        disk.commit(disk.temp_file().unwrap(), "bucket", &trailer, &Condition::default()).unwrap();
+    }
+
+    /// The rule, on a sorted list of keys.
+    fn model(keys: &[String], query: &Query) -> (Vec<Vec<u8>>, Vec<Vec<u8>>, bool) {
+        let (mut objects, mut groups): (Vec<Vec<u8>>, Vec<Vec<u8>>) = (Vec::new(), Vec::new());
+        for key in keys.iter().map(|key| key.as_bytes()) {
+            if !key.starts_with(&query.prefix) || query.after.passed(key) {
+                continue;
+            }
+            let group = query.delimiter.as_deref().and_then(|delimiter| {
+                let at = key[query.prefix.len()..].windows(delimiter.len()).position(|window| window == delimiter)?;
+                Some(key[..query.prefix.len() + at + delimiter.len()].to_vec())
+            });
+            if group.is_some() && groups.last() == group.as_ref() {
+                continue;
+            }
+            if objects.len() + groups.len() == query.limit {
+                return (objects, groups, true);
+            }
+            match group {
+                Some(group) => groups.push(group),
+                None => objects.push(key.to_vec()),
+            }
+        }
+        (objects, groups, false)
+    }
+
+    fn key() -> impl Strategy<Value = String> {
+        // Characters on both sides of `/`, ones that are encoded, and a segment too long for a file name.
+        let segment = prop_oneof![
+            6 => "[ab!0~.é]{0,3}",
+            1 => Just("x".repeat(250)),
+            1 => Just("é".repeat(70)),
+        ];
+        prop::collection::vec(segment, 1..4).prop_map(|segments| segments.join("/")).prop_filter("not empty", |key| !key.is_empty())
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(48))]
+        #[test]
+        fn listings_agree_with_a_sorted_list(
+            keys in prop::collection::btree_set(key(), 0..24),
+            gone in prop::collection::vec(any::<prop::sample::Index>(), 0..4),
+            prefix in prop_oneof![3 => Just(String::new()), 2 => "[ab]/?", 1 => key()],
+            after in prop_oneof![Just(None), key().prop_map(Some)],
+            delimiter in prop_oneof![2 => Just(None), 3 => Just(Some("/")), 1 => Just(Some("b"))],
+            limit in 1_usize..8,
+        ) {
+            let dir = tempfile::tempdir().unwrap();
+            let disk = Disk::open(dir.path().to_owned()).unwrap();
+            disk.create_bucket("bucket").unwrap();
+            keys.iter().for_each(|key| put(&disk, key));
+            let mut keys: Vec<String> = keys.into_iter().collect();
+            for index in gone {
+                if !keys.is_empty() {
+                    let key = keys.remove(index.index(keys.len()));
+                    disk.delete("bucket", &key, &Condition::default()).unwrap();
+                }
+            }
+            let mut query = Query {
+                prefix: prefix.into_bytes(),
+                after: after.map_or(After::Start, |after| After::Key(after.into_bytes())),
+                delimiter: delimiter.map(|delimiter| delimiter.as_bytes().to_vec()),
+                limit,
+            };
+            for _page in 0..100 {
+                let page = list(&disk.bucket_dir("bucket"), &query).unwrap();
+                let objects: Vec<Vec<u8>> = page.objects.into_iter().map(|object| object.key.into_bytes()).collect();
+                prop_assert_eq!((objects, page.groups, page.next.is_some()), model(&keys, &query));
+                match page.next {
+                    Some(next) => query.after = next,
+                    None => return Ok(()),
+                }
+            }
+            prop_assert!(false, "the listing never ends");
+        }
+    }
+}

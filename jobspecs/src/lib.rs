@@ -6,8 +6,19 @@
 
 pub mod api;
 pub mod backoff;
+mod check;
+pub mod expand;
 pub mod failure;
 pub mod ids;
 pub mod keys;
+pub mod pages;
+pub mod parse;
+pub mod plan;
+pub mod problem;
+pub mod resolve;
+pub mod schema;
+pub mod spec;
 pub mod subjects;
+pub mod template;
+pub mod validate;
 pub mod wire;

@@ -277,9 +277,16 @@ pub enum Decision {
     /// From the next record on, `apply` may behave as this level says.
     #[n(6)]
     Level(#[n(0)] u32),
-    /// Hash of the state before this decision; whoever differs stops and reloads.
+    /// Hash of the state after a record; whoever's state differed there stops and reloads.
     #[n(7)]
-    Digest(#[n(0)] [u8; 16]),
+    Digest {
+        /// After which record.
+        #[n(0)]
+        sequence: u64,
+        /// The hash.
+        #[n(1)]
+        hash: [u8; 16],
+    },
     /// A worker fails too much of what it is given, or is trusted again.
     #[n(8)]
     Quarantine {

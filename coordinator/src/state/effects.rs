@@ -1,0 +1,183 @@
+//! What applying records leaves to be done: rows to store, answers to give, events to tell.
+//!
+//! Owns the list. `apply` fills it and never reads it; the driver stores it with the log sequence in one batch and empties it.
+
+use std::collections::BTreeSet;
+
+use minicbor::{Decode, Encode};
+use volley_jobspecs::failure::FailureClass;
+use volley_jobspecs::ids::{AttemptName, BundleId, JobId, TenantId, WorkerId};
+use volley_jobspecs::wire::report::AttemptEnd;
+
+use super::task::Page;
+
+/// Everything a batch of records leaves to be done.
+#[derive(Debug, Default)]
+pub struct Effects {
+    /// Jobs whose facts are new.
+    pub new_jobs: BTreeSet<JobId>,
+    /// Jobs whose progress changed.
+    pub jobs: BTreeSet<JobId>,
+    /// Pages that changed and are still in memory.
+    pub pages: BTreeSet<(JobId, u32)>,
+    /// Pages that settled and left memory.
+    pub settled: Vec<(JobId, u32, Page)>,
+    /// Jobs that left memory, with what must still be stored of them.
+    pub evicted: Vec<super::job::Job>,
+    /// Jobs to forget wholly.
+    pub forgotten: BTreeSet<JobId>,
+    /// Workers that changed or went.
+    pub workers: BTreeSet<WorkerId>,
+    /// Tenants that changed.
+    pub tenants: BTreeSet<TenantId>,
+    /// Tokens that changed or went.
+    pub tokens: BTreeSet<String>,
+    /// Idempotency keys that changed or went.
+    pub keys: BTreeSet<(TenantId, String)>,
+    /// Ends of attempts.
+    pub attempts: Vec<(AttemptName, AttemptRow)>,
+    /// Ends of tasks: job, sequence of the record that ended it, place among that record's ends.
+    pub results: Vec<(JobId, u64, u32, ResultEntry)>,
+    /// Answers to requests, by request id.
+    pub answers: Vec<(String, Answer)>,
+    /// Bundles whose last attempt ended, and whose slot is free.
+    pub closed: Vec<(WorkerId, BundleId)>,
+    /// Bundles that were opened.
+    pub opened: Vec<(WorkerId, BundleId)>,
+}
+
+impl Effects {
+    /// Notes the end of a task. Ends of one record follow each other, so the place is the last one's plus one.
+    pub fn result(&mut self, job: JobId, sequence: u64, entry: ResultEntry) {
+        let place = self.results.last().filter(|(_, s, _, _)| *s == sequence).map_or(0, |(_, _, place, _)| place + 1);
+        self.results.push((job, sequence, place, entry));
+    }
+
+    /// Is there nothing to store?
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.jobs.is_empty()
+            && self.new_jobs.is_empty()
+            && self.pages.is_empty()
+            && self.settled.is_empty()
+            && self.evicted.is_empty()
+            && self.forgotten.is_empty()
+            && self.workers.is_empty()
+            && self.tenants.is_empty()
+            && self.tokens.is_empty()
+            && self.keys.is_empty()
+            && self.attempts.is_empty()
+            && self.results.is_empty()
+    }
+}
+
+/// A stored attempt.
+#[derive(Debug, Clone, PartialEq, Eq, Encode, Decode)]
+#[cbor(map)]
+pub struct AttemptRow {
+    /// Where it ran.
+    #[n(0)]
+    pub worker: WorkerId,
+    /// What was reported; for one that was lost, what the coordinator says of it.
+    #[n(1)]
+    pub end: AttemptEnd,
+    /// When it was assigned, in milliseconds since 1970.
+    #[n(2)]
+    pub assigned_ms: u64,
+    /// When its end was applied.
+    #[n(3)]
+    pub ended_ms: u64,
+}
+
+/// How a task ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode)]
+pub struct ResultEntry {
+    /// Which task.
+    #[n(0)]
+    pub index: u32,
+    /// The attempt that decided it: its number, 0 when none did (cancelled, queue timeout).
+    #[n(1)]
+    pub number: u16,
+    /// Why it failed; none: it succeeded.
+    #[n(2)]
+    pub class: Option<FailureClass>,
+    /// Tries it took in all.
+    #[n(3)]
+    pub attempts: u16,
+}
+
+/// The answer to a request.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Answer {
+    /// A job was accepted, or was there already.
+    Submitted {
+        /// Which.
+        job: JobId,
+        /// Its tasks.
+        tasks: u32,
+        /// Was it there already?
+        existed: bool,
+    },
+    /// Done.
+    Done,
+    /// Refused.
+    Refused(Refusal),
+}
+
+/// Why a request was refused. Each is what a person is told.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum Refusal {
+    /// No such job of this tenant.
+    #[error("no job {0} (`volley jobs` lists them)")]
+    NoJob(JobId),
+    /// No such tenant.
+    #[error("no tenant {0}; an operator makes one with `volley tenant add {0}`")]
+    NoTenant(TenantId),
+    /// No such worker.
+    #[error("no worker {0} (`volley workers` lists them)")]
+    NoWorker(WorkerId),
+    /// No such token.
+    #[error("no token {0}")]
+    NoToken(String),
+    /// The key was used for another spec.
+    #[error("idempotency key {key:?} was used for another spec, that of job {job}; use a new key, or submit the same spec")]
+    KeyReused {
+        /// The key.
+        key: String,
+        /// The job it belongs to.
+        job: JobId,
+    },
+    /// A quota of the tenant.
+    #[error("tenant {tenant} may have {max} {what} in jobs that have not ended; it has {has}, the new job brings {brings}. Wait, cancel a job, or ask an operator for more")]
+    Quota {
+        /// Whose.
+        tenant: TenantId,
+        /// Of what.
+        what: &'static str,
+        /// Limit.
+        max: u64,
+        /// Used.
+        has: u64,
+        /// Asked for.
+        brings: u64,
+    },
+    /// Priority above the tenant's.
+    #[error("$.priority: tenant {tenant} may ask for at most {max}, not {asked}")]
+    Priority {
+        /// Whose.
+        tenant: TenantId,
+        /// Limit.
+        max: i16,
+        /// Asked for.
+        asked: i16,
+    },
+    /// The job has ended.
+    #[error("job {0} has ended")]
+    Ended(JobId),
+    /// The job has not ended.
+    #[error("job {0} has not ended; cancel it first with `volley cancel {0}`")]
+    NotEnded(JobId),
+    /// Nothing to rerun.
+    #[error("every ended task of job {0} succeeded: there is nothing to rerun")]
+    NothingToRerun(JobId),
+}

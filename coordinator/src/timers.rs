@@ -1,0 +1,111 @@
+//! timers: what happens because time has passed.
+//!
+//! Owns which timers a job has and what each does when it fires. Time moves by `Tick` records only. Does not own start and run
+//! deadlines of attempts: those are kept by the worker's monotonic clock.
+
+use std::collections::BTreeSet;
+
+use volley_jobspecs::ids::JobId;
+
+use crate::finish;
+use crate::state::effects::Effects;
+use crate::state::job::{EndCause, Job};
+use crate::state::task::{PAGE_TASKS, Phase};
+use crate::state::{Head, State, Timer};
+
+/// Timers one Tick fires at most (DESIGN §5): bounds the time a record takes to apply. The rest fire with the next.
+pub const TIMERS_PER_TICK: usize = 10_000;
+
+/// Moves time and fires what is due, in (due, id) order.
+pub fn tick(state: &mut State, sequence: u64, now_ms: u64, fx: &mut Effects) {
+    state.head.now_ms = state.head.now_ms.max(now_ms);
+    for _ in 0..TIMERS_PER_TICK {
+        let Some(entry) = state.timers.first().filter(|(due, _)| *due <= state.head.now_ms).cloned() else { return };
+        state.timers.remove(&entry);
+        fire(state, sequence, entry.1, fx);
+    }
+}
+
+/// Is a timer due at `now_ms`?
+#[must_use]
+pub fn due(state: &State, now_ms: u64) -> bool {
+    state.timers.first().is_some_and(|(due, _)| *due <= now_ms)
+}
+
+fn fire(state: &mut State, sequence: u64, timer: Timer, fx: &mut Effects) {
+    match timer {
+        Timer::Retry(id, index) => {
+            let Some(job) = state.jobs.get_mut(&id) else { return };
+            job.update(index, |cell| cell.phase = Phase::Ready);
+            watch_queue(job, &state.head, &mut state.timers);
+            fx.pages.insert((id, index / PAGE_TASKS));
+            fx.jobs.insert(id);
+        }
+        Timer::Queue(id) => {
+            let wait = state.jobs.get(&id).and_then(|job| job.facts.plan.queue_ms).unwrap_or(0);
+            finish::end(state, sequence, id, EndCause::Queue, format!("no worker took any of its tasks within {wait} ms ($.task.timeouts.queue)"), false, fx);
+        }
+        Timer::Total(id) => {
+            let total = state.jobs.get(&id).and_then(|job| job.facts.plan.total_ms).unwrap_or(0);
+            finish::end(state, sequence, id, EndCause::Deadline, format!("it was not done within {total} ms ($.limits.total)"), true, fx);
+        }
+        Timer::FailedObjects(id) => _ = state.head.sweep.insert(id),
+        Timer::Forget(id) => _ = state.head.forget.insert(id),
+        Timer::Key(tenant, key) => {
+            state.keys.remove(&(tenant.clone(), key.clone()));
+            fx.keys.insert((tenant, key));
+        }
+    }
+}
+
+/// Keeps the queue deadline true: it runs while tasks wait and nothing of the job is with a worker, and starts anew each time that
+/// becomes so.
+pub fn watch_queue(job: &mut Job, head: &Head, timers: &mut BTreeSet<(u64, Timer)>) {
+    let Some(wait) = job.facts.plan.queue_ms else { return };
+    let idle = job.startable() && job.open.is_empty() && job.waiting() > 0;
+    match (idle, job.progress.idle_since_ms) {
+        (true, None) => {
+            job.progress.idle_since_ms = Some(head.now_ms);
+            timers.insert((head.now_ms.saturating_add(wait), Timer::Queue(job.id)));
+        }
+        (false, Some(since)) => {
+            job.progress.idle_since_ms = None;
+            timers.remove(&(since.saturating_add(wait), Timer::Queue(job.id)));
+        }
+        (true, Some(_)) | (false, None) => {}
+    }
+}
+
+/// The timer of a job's total deadline.
+#[must_use]
+pub fn total(job: &Job) -> Option<(u64, Timer)> {
+    let total = job.facts.plan.total_ms?;
+    // A rerun opens a new round; the deadline was for the first.
+    let running = job.progress.ended_ms.is_none() && job.progress.ending.is_none() && job.progress.round <= 1;
+    running.then(|| (job.facts.submitted_ms.saturating_add(total), Timer::Total(job.id)))
+}
+
+/// Every timer a job in memory has; used when it is loaded.
+#[must_use]
+pub fn of_job(job: &Job, head: &Head) -> Vec<(u64, Timer)> {
+    let mut timers: Vec<(u64, Timer)> = total(job).into_iter().collect();
+    if let (Some(wait), Some(since)) = (job.facts.plan.queue_ms, job.progress.idle_since_ms) {
+        timers.push((since.saturating_add(wait), Timer::Queue(job.id)));
+    }
+    for (number, page) in &job.pages {
+        timers.extend(page.due.iter().map(|(place, due)| (*due, Timer::Retry(job.id, number * PAGE_TASKS + u32::from(*place)))));
+    }
+    timers.extend(finish::retention_timers(job.id, &job.facts, &job.progress, head));
+    timers
+}
+
+/// Takes a job's deadlines away, when it is being ended.
+pub fn drop_deadlines(state: &mut State, id: JobId) {
+    let Some(job) = state.jobs.get_mut(&id) else { return };
+    if let Some(timer) = total(job) {
+        state.timers.remove(&timer);
+    }
+    if let (Some(wait), Some(since)) = (job.facts.plan.queue_ms, job.progress.idle_since_ms.take()) {
+        state.timers.remove(&(since.saturating_add(wait), Timer::Queue(id)));
+    }
+}

@@ -1,0 +1,189 @@
+//! track: what happened to attempts: reported, lost with their worker, or forgotten by it.
+//!
+//! Owns what counts as stale and what becomes of a task when its attempt ends. Does not own budgets (`retry`) or the end of a job
+//! (`finish`). Whichever terminal record the log orders first stands: a success of a task that was cancelled meanwhile changes nothing.
+
+use std::collections::BTreeMap;
+
+use volley_jobspecs::failure::FailureClass;
+use volley_jobspecs::ids::{AttemptName, BundleId, Incarnation, JobId, WorkerId};
+use volley_jobspecs::wire::plan::Isolation;
+use volley_jobspecs::wire::report::{AttemptEnd, Ending, Report, Timing};
+use volley_jobspecs::wire::work::WorkerInfo;
+
+use crate::state::State;
+use crate::state::effects::{AttemptRow, Effects, ResultEntry};
+use crate::state::task::Phase;
+use crate::state::worker::{Promised, Worker};
+use crate::{assign, finish, retry, timers};
+
+/// Applies a worker's report.
+pub fn track(state: &mut State, sequence: u64, report: &Report, fx: &mut Effects) {
+    let known = state.workers.get(&report.worker).is_some_and(|w| w.incarnation == report.incarnation);
+    if !known {
+        state.head.stale_ends += report.ends.len() as u64;
+        return;
+    }
+    for end in &report.ends {
+        if ended(state, sequence, &report.worker, end, true, fx).is_none() {
+            state.head.stale_ends += 1;
+        }
+    }
+}
+
+/// Applies the end of one attempt. `None`: no such attempt is open on that worker.
+fn ended(state: &mut State, sequence: u64, worker: &WorkerId, end: &AttemptEnd, charge: bool, fx: &mut Effects) -> Option<()> {
+    let name = &end.name;
+    let open = state.jobs.get(&name.job)?.open.get(&name.index).copied()?;
+    if open.bundle.sequence != name.sequence || u32::from(open.number) != name.number {
+        return None;
+    }
+    let assigned_ms = assign::close(state, worker, name.job, name.index, fx)?;
+    if end.ending != Ending::Returned && charge {
+        let row = AttemptRow { worker: worker.clone(), end: end.clone(), assigned_ms, ended_ms: state.head.now_ms };
+        fx.attempts.push((*name, row));
+    }
+    settle(state, sequence, end, charge, fx);
+    let job = state.jobs.get_mut(&name.job)?;
+    timers::watch_queue(job, &state.head, &mut state.timers);
+    finish::check(state, name.job, fx);
+    Some(())
+}
+
+/// What becomes of a task whose attempt ended.
+fn settle(state: &mut State, sequence: u64, end: &AttemptEnd, charge: bool, fx: &mut Effects) {
+    let (id, index) = (end.name.job, end.name.index);
+    let Some(job) = state.jobs.get_mut(&id) else { return };
+    let Some(cell) = job.cell(index).filter(|cell| cell.phase == Phase::Open) else { return };
+    let result = |class| ResultEntry { index, number: cell.number, class, attempts: cell.number };
+    match end.ending {
+        Ending::Succeeded => {
+            job.update(index, |cell| {
+                cell.phase = Phase::Succeeded;
+                cell.set_class(None);
+            });
+            fx.result(id, sequence, result(None));
+        }
+        _ if job.progress.ending.is_some() && (!charge || end.ending == Ending::Returned) => {
+            job.update(index, |cell| cell.phase = Phase::Cancelled);
+            fx.result(id, sequence, ResultEntry { number: 0, ..result(Some(FailureClass::Cancelled)) });
+        }
+        Ending::Returned => job.update(index, |cell| cell.phase = Phase::Ready),
+        Ending::Failed(_) if !charge => job.update(index, |cell| cell.phase = Phase::Ready),
+        Ending::Failed(class) => {
+            // A worker that ends a task nobody cancelled has lost it as a host would.
+            let class = if class == FailureClass::Cancelled { FailureClass::HostLost } else { class };
+            failed(state, sequence, end, class, fx);
+        }
+    }
+}
+
+fn failed(state: &mut State, sequence: u64, end: &AttemptEnd, class: FailureClass, fx: &mut Effects) {
+    let (id, index) = (end.name.job, end.name.index);
+    let Some(job) = state.jobs.get_mut(&id) else { return };
+    let Some(cell) = job.cell(index) else { return };
+    let verdict = retry::decide(&job.facts.plan.retry, id, index, &cell, class, end.code);
+    let again = verdict.filter(|_| job.progress.ending.is_none());
+    let due = again.map(|delay_ms| state.head.now_ms.saturating_add(delay_ms));
+    job.update(index, |cell| {
+        match class.is_infra() {
+            true => cell.infra = cell.infra.saturating_add(1),
+            false => cell.failures = cell.failures.saturating_add(1),
+        }
+        cell.set_class(Some(class));
+        cell.phase = match due {
+            Some(due) if due <= state.head.now_ms => Phase::Ready,
+            Some(_) => Phase::Backoff,
+            None => Phase::Failed,
+        };
+    });
+    match due {
+        Some(due) if due > state.head.now_ms => {
+            let (page, place) = job.page_mut(index);
+            page.due.insert(place, due);
+            state.timers.insert((due, crate::state::Timer::Retry(id, index)));
+        }
+        Some(_) => {}
+        None => {
+            fx.result(id, sequence, ResultEntry { index, number: cell.number, class: Some(class), attempts: cell.number });
+            finish::fail_fast(state, sequence, id, fx);
+        }
+    }
+}
+
+/// Applies that a worker came up. Attempts of an older life end.
+pub fn joined(state: &mut State, sequence: u64, worker: &WorkerId, incarnation: Incarnation, info: &WorkerInfo, fx: &mut Effects) {
+    if state.workers.get(worker).is_some_and(|w| w.incarnation == incarnation) {
+        return;
+    }
+    let draining = state.workers.get(worker).is_some_and(|w| w.draining);
+    end_all(state, sequence, worker, fx);
+    let fresh = Worker {
+        incarnation,
+        info: info.clone(),
+        draining,
+        quarantined_until_ms: 0,
+        bundles: BTreeMap::new(),
+        promised: Promised::default(),
+    };
+    state.workers.insert(worker.clone(), fresh);
+    fx.workers.insert(worker.clone());
+}
+
+/// Applies that a worker is gone.
+pub fn lost(state: &mut State, sequence: u64, worker: &WorkerId, incarnation: Incarnation, fx: &mut Effects) {
+    if state.workers.get(worker).is_none_or(|w| w.incarnation != incarnation) {
+        return;
+    }
+    end_all(state, sequence, worker, fx);
+    state.workers.remove(worker);
+    fx.workers.insert(worker.clone());
+}
+
+/// Ends everything a worker held. Of a bundle only the first unreported task can have been running, so only it is charged.
+fn end_all(state: &mut State, sequence: u64, worker: &WorkerId, fx: &mut Effects) {
+    let Some(bundles) = state.workers.get(worker).map(|w| w.bundles.clone()) else { return };
+    for (id, bundle) in &bundles {
+        let mut first = true;
+        for index in bundle.indices() {
+            let Some(name) = open_name(state, bundle.job, index, *id) else { continue };
+            let message = format!("worker {worker} was lost or restarted while it held this task");
+            _ = ended(state, sequence, worker, &host_lost(name, message), first, fx);
+            first = false;
+        }
+    }
+}
+
+/// Applies that live workers forgot attempts.
+pub fn attempts_lost(state: &mut State, sequence: u64, names: &[AttemptName], fx: &mut Effects) {
+    for name in names {
+        let Some(open) = state.jobs.get(&name.job).and_then(|job| job.open.get(&name.index)) else { continue };
+        let Some(worker) = state.workers.iter().find(|(_, w)| w.bundles.contains_key(&open.bundle)).map(|(n, _)| n.clone()) else { continue };
+        let message = format!("worker {worker} received this task but neither holds nor reported it");
+        _ = ended(state, sequence, &worker, &host_lost(*name, message), true, fx);
+    }
+}
+
+/// The name of a task's open attempt, when it belongs to this bundle.
+#[must_use]
+pub fn open_name(state: &State, job: JobId, index: u32, bundle: BundleId) -> Option<AttemptName> {
+    let open = state.jobs.get(&job)?.open.get(&index).filter(|open| open.bundle == bundle)?;
+    Some(AttemptName { job, stage: 0, index, number: u32::from(open.number), sequence: bundle.sequence })
+}
+
+fn host_lost(name: AttemptName, message: String) -> AttemptEnd {
+    AttemptEnd {
+        name,
+        ending: Ending::Failed(FailureClass::HostLost),
+        code: None,
+        message: Some(message),
+        isolation: Isolation::Process,
+        timing: Timing::default(),
+        usage: None,
+        result: None,
+        stdout: None,
+        stderr: None,
+        outputs: None,
+    }
+}
+

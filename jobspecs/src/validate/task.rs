@@ -1,0 +1,257 @@
+//! Rules of one task: what the cluster offers, texts, paths, environment, volumes, deadlines and retry rules.
+
+use std::collections::BTreeSet;
+
+use super::{Features, unavailable};
+use crate::backoff::DELAY_MS_MAX;
+use crate::failure::FailureClass;
+use crate::problem::{PROBLEMS_MAX, Problem, join, list};
+use crate::resolve::{Kind, TextError, check_text, texts};
+use crate::spec::{Access, Command, Isolation, RetryAction, RetryRuleSpec, RetrySpec, TaskSpec};
+use crate::template::{Segment, Template, TemplateError};
+
+/// Least memory of a task, in bytes: below it no program starts.
+const MEMORY_BYTES_MIN: u64 = 4 << 20;
+/// Longest time between SIGTERM and SIGKILL, in milliseconds: a worker that drains waits for it.
+const GRACE_MS_MAX: u64 = 10 * 60_000;
+
+pub(super) fn judge(path: &str, task: &TaskSpec, features: &Features, out: &mut Vec<Problem>) {
+    judge_features(path, task, features, out);
+    judge_texts(path, task, out);
+    judge_paths(path, task, out);
+    judge_environment(path, task, out);
+    judge_volumes(path, task, out);
+    if let Some(memory) = task.resources.memory.filter(|memory| memory.0 < MEMORY_BYTES_MIN) {
+        out.push(Problem::new(format!("{path}.resources.memory"), "too small").found(memory).allowed("at least 4MiB"));
+    }
+    let timeouts = &task.timeouts;
+    for (name, duration) in [("queue", timeouts.queue), ("start", Some(timeouts.start)), ("run", Some(timeouts.run))] {
+        if duration.is_some_and(|duration| duration.0 == 0) {
+            out.push(Problem::new(format!("{path}.timeouts.{name}"), "too short").found("0s").allowed("at least 1ms"));
+        }
+    }
+    if timeouts.grace.0 > GRACE_MS_MAX {
+        out.push(Problem::new(format!("{path}.timeouts.grace"), "too long").found(timeouts.grace).allowed("at most 10m"));
+    }
+    judge_retry(&format!("{path}.retry"), &task.retry, out);
+}
+
+fn judge_features(path: &str, task: &TaskSpec, features: &Features, out: &mut Vec<Problem>) {
+    if !features.isolation.contains(&task.isolation) {
+        let tier = task.isolation.as_str();
+        let default = if task.isolation == Isolation::default() { " (the default)" } else { "" };
+        let problem = unavailable(format!("{path}.isolation"), &format!("isolation \"{tier}\"{default}"));
+        out.push(problem.allowed(list(features.isolation.iter().map(|tier| tier.as_str()))));
+    }
+    match task.isolation {
+        Isolation::Container | Isolation::Microvm if task.image.is_none() && features.isolation.contains(&task.isolation) => {
+            let message = format!("isolation \"{}\" needs an image", task.isolation.as_str());
+            out.push(Problem::new(format!("{path}.image"), message).depends(format!("{path}.isolation")));
+        }
+        Isolation::Process | Isolation::Null if task.image.is_some() => {
+            let message = format!("isolation \"{}\" has no image: the task sees its host's files", task.isolation.as_str());
+            let problem = Problem::new(format!("{path}.image"), message).depends(format!("{path}.isolation"));
+            out.push(problem.hint("leave it out, or choose isolation \"container\" or \"microvm\""));
+        }
+        Isolation::Null | Isolation::Process | Isolation::Container | Isolation::Microvm => {}
+    }
+    for (name, asked, there) in [
+        ("volumes", !task.volumes.is_empty(), features.volumes),
+        ("network", task.network.is_some(), features.network),
+        ("secrets", !task.secrets.is_empty(), features.secrets),
+    ] {
+        if asked && !there {
+            out.push(unavailable(format!("{path}.{name}"), name));
+        }
+    }
+}
+
+/// Every text is a template, and what is plain in it is allowed where it stands.
+fn judge_texts(path: &str, task: &TaskSpec, out: &mut Vec<Problem>) {
+    for (field, kind, text) in texts(task) {
+        let place = format!("{path}{field}");
+        let template = match Template::parse(text) {
+            Ok(template) => template,
+            Err(errors) => {
+                let problem = |e: TemplateError| Problem::new(&place, e.to_string()).hint(e.hint()).allowed(e.allowed());
+                out.extend(errors.into_iter().take(PROBLEMS_MAX).map(problem));
+                continue;
+            }
+        };
+        if let Err(error) = probe(&template).map_or(Ok(()), |text| check_probe(kind, &template, &text)) {
+            out.push(Problem::new(place, error.to_string()).found(format!("{text:?}")).allowed(error.allowed()));
+        }
+    }
+    let empty = match &task.command {
+        Command::Shell(text) => text.trim().is_empty().then_some(""),
+        Command::Words(words) => words.first().is_some_and(String::is_empty).then_some("[0]"),
+    };
+    if let Some(place) = empty {
+        out.push(Problem::new(format!("{path}.command{place}"), "empty").allowed("a program to run"));
+    }
+}
+
+/// The text with something harmless for each value; `None` if a value comes first, because that may change everything.
+fn probe(template: &Template) -> Option<String> {
+    if template.segments().first().is_some_and(|first| !matches!(first, Segment::Text(_))) {
+        return None;
+    }
+    let parts = template.segments().iter().map(|segment| match segment {
+        Segment::Text(text) => text.as_str(),
+        Segment::Item(_) | Segment::Index | Segment::JobId | Segment::Attempt => "xxx",
+    });
+    Some(parts.collect())
+}
+
+fn check_probe(kind: Kind, template: &Template, text: &str) -> Result<(), TextError> {
+    match check_text(kind, text) {
+        // The digits may come with the value.
+        Err(TextError::Digest) if template.literal().is_none() => Ok(()),
+        result => result,
+    }
+}
+
+fn judge_paths(path: &str, task: &TaskSpec, out: &mut Vec<Problem>) {
+    let absolute = task.workdir.as_ref().is_some_and(|workdir| workdir.starts_with('/'));
+    if absolute && matches!(task.isolation, Isolation::Process | Isolation::Null) {
+        let problem = Problem::new(format!("{path}.workdir"), "an absolute path needs an image").depends(format!("{path}.isolation"));
+        out.push(problem.allowed("a path within the task's own directory, such as data"));
+    }
+    let mut seen: BTreeSet<&str> = BTreeSet::new();
+    for (index, input) in task.inputs.iter().enumerate() {
+        let place = format!("{path}.inputs[{index}].path");
+        let above = input.path.match_indices('/').find(|(at, _)| seen.contains(&input.path[..*at]));
+        let below = format!("{}/", input.path);
+        let inside = seen.range(below.as_str()..).next().filter(|other| other.starts_with(&below));
+        if seen.contains(input.path.as_str()) {
+            out.push(Problem::new(place, "another input goes to the same path").found(format!("{:?}", input.path)));
+        } else if above.is_some() || inside.is_some() {
+            out.push(Problem::new(place, "another input is a file where this one needs a directory").found(format!("{:?}", input.path)));
+        }
+        seen.insert(&input.path);
+    }
+    let mut mounts: BTreeSet<&str> = BTreeSet::new();
+    for (index, volume) in task.volumes.iter().enumerate() {
+        if !mounts.insert(&volume.path) {
+            let problem = Problem::new(format!("{path}.volumes[{index}].path"), "another volume is mounted there");
+            out.push(problem.found(format!("{:?}", volume.path)));
+        }
+    }
+}
+
+fn judge_environment(path: &str, task: &TaskSpec, out: &mut Vec<Problem>) {
+    let secrets = task.secrets.iter().enumerate();
+    for (index, secret) in secrets.clone() {
+        if secret.env.is_some() == secret.path.is_some() {
+            let found = if secret.env.is_some() { "both" } else { "none" };
+            let problem = Problem::new(format!("{path}.secrets[{index}]"), "exactly one of \"env\" and \"path\" is needed");
+            out.push(problem.found(found));
+        }
+    }
+    let from_secrets = secrets.filter_map(|(i, secret)| Some((format!("{path}.secrets[{i}].env"), secret.env.as_deref()?)));
+    let own = task.env.keys().map(|name| (join(&format!("{path}.env"), name), name.as_str()));
+    let mut seen = BTreeSet::new();
+    for (place, name) in own.chain(from_secrets) {
+        let letters = name.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'_');
+        if name.is_empty() || !letters || name.starts_with(|c: char| c.is_ascii_digit()) {
+            let problem = Problem::new(place, "not the name of an environment variable");
+            out.push(problem.allowed("letters, digits and _, not beginning with a digit"));
+        } else if name.starts_with("VOLLEY_") {
+            out.push(Problem::new(place, "names that begin with VOLLEY_ are set by Volley").hint("choose another name"));
+        } else if !seen.insert(name) {
+            out.push(Problem::new(place, "the variable is set twice").found(name));
+        }
+    }
+    for (index, rule) in task.network.iter().flat_map(|network| &network.allow).enumerate() {
+        let place = format!("{path}.network.allow[{index}]");
+        let host = rule.host.strip_prefix("*.").unwrap_or(&rule.host);
+        let letters = host.chars().all(|c| c.is_ascii_alphanumeric() || matches!(c, '.' | '-' | '_'));
+        if !rule.host.contains("${") && (host.is_empty() || host.len() > 253 || !letters) {
+            let problem = Problem::new(format!("{place}.host"), "not a host").found(format!("{:?}", rule.host));
+            out.push(problem.allowed("a name such as pypi.org, or *.example.org for all below it"));
+        }
+        if let Some(at) = rule.ports.iter().position(|port| *port == 0) {
+            out.push(Problem::new(format!("{place}.ports[{at}]"), "out of range").found(0).allowed("1 to 65535"));
+        }
+    }
+}
+
+fn judge_volumes(path: &str, task: &TaskSpec, out: &mut Vec<Problem>) {
+    for (index, volume) in task.volumes.iter().enumerate() {
+        let access = volume.access;
+        for (name, asked, fits, with) in [
+            ("flush", volume.flush.is_some(), access != Access::Ro, "\"rw\" or \"clone\""),
+            ("atEnd", volume.at_end.is_some(), access == Access::Clone, "\"clone\""),
+            ("onRetry", volume.on_retry.is_some(), access == Access::Rw, "\"rw\""),
+            ("create", volume.create.is_some(), access == Access::Rw, "\"rw\""),
+        ] {
+            if asked && !fits {
+                let place = format!("{path}.volumes[{index}]");
+                let problem = Problem::new(format!("{place}.{name}"), format!("has no effect unless \"access\" is {with}"));
+                out.push(problem.depends(format!("{place}.access")));
+            }
+        }
+    }
+}
+
+fn judge_retry(path: &str, retry: &RetrySpec, out: &mut Vec<Problem>) {
+    let backoff = &retry.backoff;
+    if backoff.initial > backoff.cap {
+        let problem = Problem::new(format!("{path}.backoff.initial"), "longer than \"cap\"").found(backoff.initial);
+        out.push(problem.allowed(format!("at most {}", backoff.cap)).depends(format!("{path}.backoff.cap")));
+    }
+    if backoff.cap.0 > DELAY_MS_MAX {
+        out.push(Problem::new(format!("{path}.backoff.cap"), "too long").found(backoff.cap).allowed("at most 1d"));
+    }
+    let mut all_taken = None;
+    for (index, rule) in retry.rules.iter().enumerate() {
+        let place = format!("{path}.rules[{index}]");
+        if let Some(before) = all_taken {
+            let problem = Problem::new(&place, format!("never reached: rules[{before}] matches everything"));
+            out.push(problem.depends(format!("{path}.rules[{before}]")));
+            continue;
+        }
+        if let Some(problem) = judge_rule(path, &place, retry, rule) {
+            out.push(problem);
+        }
+        let m = &rule.matches;
+        if m.classes.is_empty() && m.exit_codes.is_empty() && m.signals.is_empty() {
+            all_taken = Some(index);
+        }
+    }
+}
+
+/// Can the rule ever decide anything?
+fn judge_rule(path: &str, place: &str, retry: &RetrySpec, rule: &RetryRuleSpec) -> Option<Problem> {
+    let m = &rule.matches;
+    let implied = match (m.exit_codes.is_empty(), m.signals.is_empty()) {
+        (false, false) => {
+            return Some(Problem::new(format!("{place}.match"), "matches nothing: no failure has both an exit code and a signal"));
+        }
+        (false, true) => Some((FailureClass::ExitCode, "exitCodes")),
+        (true, false) => Some((FailureClass::Signal, "signals")),
+        (true, true) => None,
+    };
+    if let Some((class, field)) = implied
+        && !m.classes.is_empty()
+        && !m.classes.contains(&class)
+    {
+        let problem = Problem::new(format!("{place}.match"), format!("matches nothing: only the class \"{class}\" has \"{field}\""));
+        return Some(problem.hint("leave \"classes\" out"));
+    }
+    if rule.action == RetryAction::Retry {
+        if let Some(at) = m.classes.iter().position(|class| *class == FailureClass::Cancelled) {
+            return Some(Problem::new(format!("{place}.match.classes[{at}]"), "a cancelled task is never retried"));
+        }
+        let counted = match (implied, m.classes.as_slice()) {
+            (Some(_), _) => true,
+            (None, []) => false,
+            (None, classes) => classes.iter().all(|class| class.counts_against_attempts()),
+        };
+        if counted && retry.attempts == 1 {
+            let problem = Problem::new(format!("{place}.action"), "has no effect: \"attempts\" is 1, so there is no second try");
+            return Some(problem.hint("raise retry.attempts").depends(format!("{path}.attempts")));
+        }
+    }
+    None
+}

@@ -8,3 +8,4 @@ pub mod claim;
 pub mod core;
 pub mod report;
 pub mod slots;
+pub mod spawner;

@@ -75,7 +75,7 @@ fn create(state: &mut State, sequence: u64, submit: &Submit, fx: &mut Effects) -
     state.timers.extend(timers::total(&job));
     state.jobs.insert(id, job);
     fx.new_jobs.insert(id);
-    fx.jobs.insert(id);
+    fx.touched_jobs.insert(id);
     finish::check(state, id, fx);
     Answer::Submitted { job: id, tasks: submit.plan.tasks, existed: false }
 }

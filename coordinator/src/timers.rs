@@ -38,8 +38,8 @@ fn fire(state: &mut State, sequence: u64, timer: Timer, fx: &mut Effects) {
             let Some(job) = state.jobs.get_mut(&id) else { return };
             job.update(index, |cell| cell.phase = Phase::Ready);
             watch_queue(job, &state.head, &mut state.timers);
-            fx.pages.insert((id, index / PAGE_TASKS));
-            fx.jobs.insert(id);
+            fx.touched_pages.insert((id, index / PAGE_TASKS));
+            fx.touched_jobs.insert(id);
         }
         Timer::Queue(id) => {
             let wait = state.jobs.get(&id).and_then(|job| job.facts.plan.queue_ms).unwrap_or(0);

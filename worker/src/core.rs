@@ -126,6 +126,12 @@ impl Core {
         self.bundles.len()
     }
 
+    /// How many bundles wait for a slot.
+    #[must_use]
+    pub fn waiting(&self) -> usize {
+        self.slots.waiting()
+    }
+
     /// Takes an input and says what to do, in order.
     pub fn handle(&mut self, now_ms: u64, input: Input, out: &mut Vec<Action>) {
         match input {

@@ -129,7 +129,7 @@ mod tests {
     #[test]
     fn what_a_predecessor_left_is_killed() {
         let place = tempfile::tempdir().expect("a directory");
-        let mut child = std::process::Command::new("sh").args(["-c", "sleep 100 & wait"]).spawn().expect("a process");
+        let mut child = std::process::Command::new("sh").args(["-c", "sleep 100 & exec sleep 101"]).spawn().expect("a process");
         let mut first = Place::take(place.path()).expect("taken");
         first.note(Some(child.id())).expect("noted");
         drop(first);

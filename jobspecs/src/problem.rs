@@ -61,6 +61,23 @@ impl Problem {
         self
     }
 
+    /// Everything but the path, as one line.
+    #[must_use]
+    pub fn explanation(&self) -> String {
+        let mut text = self.message.clone();
+        if let Some(found) = &self.found {
+            text.push_str(&format!("; found {found}"));
+        }
+        if let Some(hint) = &self.hint {
+            text.push_str(&format!("; {hint}"));
+        }
+        if let Some(allowed) = &self.allowed {
+            let asked = self.hint.as_ref().is_some_and(|hint| hint.ends_with('?'));
+            text.push_str(&format!("{} allowed: {allowed}", if asked { "" } else { ";" }));
+        }
+        text
+    }
+
     pub(crate) fn depends(mut self, path: impl Into<String>) -> Self {
         self.depends = Some(path.into());
         self
@@ -69,18 +86,7 @@ impl Problem {
 
 impl fmt::Display for Problem {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}: {}", self.path, self.message)?;
-        if let Some(found) = &self.found {
-            write!(f, "; found {found}")?;
-        }
-        if let Some(hint) = &self.hint {
-            write!(f, "; {hint}")?;
-        }
-        if let Some(allowed) = &self.allowed {
-            let asked = self.hint.as_ref().is_some_and(|hint| hint.ends_with('?'));
-            write!(f, "{} allowed: {allowed}", if asked { "" } else { ";" })?;
-        }
-        Ok(())
+        write!(f, "{}: {}", self.path, self.explanation())
     }
 }
 

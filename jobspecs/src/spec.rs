@@ -24,6 +24,9 @@ pub const LABELS_MAX: usize = 32;
 /// Most stages of a job: a pipeline with more is several jobs.
 pub const STAGES_MAX: usize = 64;
 
+/// What `ids::check_name` takes, for editors.
+const NAME_PATTERN: &str = "^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$";
+
 /// The spec versions this build reads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub enum Version {
@@ -38,11 +41,12 @@ pub enum Version {
 /// stand for the task's own values; `$${` writes a plain `${`. Leaving a field out and writing `null` mean the same.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
+#[schemars(extend("anyOf" = [{ "required": ["task"] }, { "required": ["stages"] }]))]
 pub struct JobSpec {
     /// The version of this document: `volley/v1`.
     pub version: Version,
     /// The job's name, for people: 1 to 64 of a-z A-Z 0-9 _ -, beginning with a letter or digit. Names needn't be unique.
-    #[schemars(length(min = 1, max = 64), extend("examples" = ["nightly-report"]))]
+    #[schemars(length(min = 1, max = 64), extend("pattern" = NAME_PATTERN, "examples" = ["nightly-report"]))]
     pub name: String,
     /// Labels to find the job by: at most 32, keys of 1 to 64 of a-z A-Z 0-9 . _ / -, values of at most 256 bytes.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
@@ -168,7 +172,7 @@ pub struct Placement {
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct StageSpec {
     /// The stage's name, unique in the job: 1 to 64 of a-z A-Z 0-9 _ -, beginning with a letter or digit.
-    #[schemars(length(min = 1, max = 64), extend("examples" = ["extract"]))]
+    #[schemars(length(min = 1, max = 64), extend("pattern" = NAME_PATTERN, "examples" = ["extract"]))]
     pub name: String,
     /// What must have succeeded before. Left out: nothing.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]

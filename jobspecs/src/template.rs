@@ -59,7 +59,7 @@ impl TemplateError {
         match self {
             Self::Unclosed => "write $${ for a plain ${".to_owned(),
             Self::BadPath(_) => "a field's name follows the dot, such as ${item.name}".to_owned(),
-            Self::Unknown(name) => match suggest(name, NAMES.into_iter()) {
+            Self::Unknown(name) => match meant(name) {
                 Some(meant) => format!("did you mean ${{{meant}}}?"),
                 None => format!("for a variable of the shell write $${{{name}}}"),
             },
@@ -189,6 +189,17 @@ impl Template {
     }
 }
 
+/// What an unknown name was probably meant to be.
+fn meant(name: &str) -> Option<String> {
+    if name == "job" {
+        return Some("job.id".to_owned());
+    }
+    match name.split_once('.') {
+        Some((head, field)) if suggest(head, ["item"].into_iter()).is_some() => Some(format!("item.{field}")),
+        _ => suggest(name, NAMES.into_iter()).map(str::to_owned),
+    }
+}
+
 fn push(text: &mut String, part: impl std::fmt::Display) {
     // Writing to a String can't fail.
     let _ = write!(text, "{part}");
@@ -257,6 +268,8 @@ mod tests {
             ("${item.nope}", "! ${item.nope}: the item has no such field"),
             ("${HOME}", "? unknown name ${HOME}; for a variable of the shell write $${HOME}"),
             ("${indx}", "? unknown name ${indx}; did you mean ${index}?"),
+            ("${itm.name}", "? unknown name ${itm.name}; did you mean ${item.name}?"),
+            ("${job}", "? unknown name ${job}; did you mean ${job.id}?"),
             ("${item", "? ${ without its }; write $${ for a plain ${"),
             ("${item.}", "? ${item.} has an empty or overlong path; a field's name follows the dot, such as ${item.name}"),
         ] {

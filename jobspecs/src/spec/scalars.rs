@@ -54,6 +54,8 @@ pub trait Scalar: Sized {
     const FORMAT: &'static str;
     /// What is allowed, in words.
     const ALLOWED: &'static str;
+    /// A regular expression for its text form, for editors; the reader is stricter.
+    const PATTERN: &'static str;
     /// The JSON types it may be written in.
     const TYPES: &'static [&'static str];
 
@@ -98,6 +100,7 @@ macro_rules! scalar_serde {
                     "description": $description,
                     "type": types,
                     "format": <Self as Scalar>::FORMAT,
+                    "pattern": <Self as Scalar>::PATTERN,
                     "examples": [$example],
                 })
             }
@@ -124,6 +127,7 @@ const DURATION_UNITS: [(&str, u64); 5] = [("d", 86_400_000), ("h", 3_600_000), (
 impl Scalar for DurationMs {
     const FORMAT: &'static str = "volley-duration";
     const ALLOWED: &'static str = "a number and a unit (ms, s, m, h, d), such as \"1500ms\", \"30s\", \"1h30m\", at most 3650d";
+    const PATTERN: &'static str = r"^([0-9]+(\.[0-9]+)?(ms|s|m|h|d))+$";
     const TYPES: &'static [&'static str] = &["string"];
 
     fn read(value: &Value) -> Result<Self, ScalarError> {
@@ -177,6 +181,7 @@ impl Scalar for ByteSize {
     const FORMAT: &'static str = "volley-size";
     const ALLOWED: &'static str =
         "a number and a unit (B, KB, MB, GB, TB, KiB, MiB, GiB, TiB; \"Mi\" is \"MiB\"), such as \"512MiB\", at most 1024TiB";
+    const PATTERN: &'static str = r"^[0-9]+(\.[0-9]+)?([KMGT]i?B?|B)$";
     const TYPES: &'static [&'static str] = &["string"];
 
     fn read(value: &Value) -> Result<Self, ScalarError> {
@@ -205,6 +210,7 @@ pub struct MilliCpus(pub u32);
 impl Scalar for MilliCpus {
     const FORMAT: &'static str = "volley-cpus";
     const ALLOWED: &'static str = "a number of cores such as 2 or 0.5, or thousandths such as \"500m\"; 0.001 to 1024";
+    const PATTERN: &'static str = r"^[0-9]+(\.[0-9]+)?m?$";
     const TYPES: &'static [&'static str] = &["number", "string"];
 
     fn read(value: &Value) -> Result<Self, ScalarError> {
@@ -240,6 +246,7 @@ pub struct Factor(pub u32);
 impl Scalar for Factor {
     const FORMAT: &'static str = "volley-factor";
     const ALLOWED: &'static str = "a number from 1 to 100 with at most three decimals, such as 2 or 1.5";
+    const PATTERN: &'static str = ".*";
     const TYPES: &'static [&'static str] = &["number"];
 
     fn read(value: &Value) -> Result<Self, ScalarError> {
@@ -292,6 +299,7 @@ impl RateSpan {
 impl Scalar for TaskRate {
     const FORMAT: &'static str = "volley-rate";
     const ALLOWED: &'static str = "a whole number per second, minute or hour, such as \"100/s\", \"30/m\", \"500/h\"; 1 to 1000000";
+    const PATTERN: &'static str = "^[0-9]+/[smh]$";
     const TYPES: &'static [&'static str] = &["string"];
 
     fn read(value: &Value) -> Result<Self, ScalarError> {
@@ -347,6 +355,7 @@ impl FailureLimit {
 impl Scalar for FailureLimit {
     const FORMAT: &'static str = "volley-failure-limit";
     const ALLOWED: &'static str = "a whole number of tasks such as 10, or a share of all such as \"5%\" (0.01% to 100%)";
+    const PATTERN: &'static str = r"^[0-9]+(\.[0-9]+)?%$";
     const TYPES: &'static [&'static str] = &["integer", "string"];
 
     fn read(value: &Value) -> Result<Self, ScalarError> {
@@ -394,6 +403,7 @@ pub enum Keep {
 impl Scalar for Keep {
     const FORMAT: &'static str = "volley-keep";
     const ALLOWED: &'static str = "a duration such as \"30d\" or \"12h\", or \"forever\"";
+    const PATTERN: &'static str = r"^(forever|([0-9]+(\.[0-9]+)?(ms|s|m|h|d))+)$";
     const TYPES: &'static [&'static str] = &["string"];
 
     fn read(value: &Value) -> Result<Self, ScalarError> {
@@ -421,6 +431,7 @@ pub struct ExitCodes {
 impl Scalar for ExitCodes {
     const FORMAT: &'static str = "volley-exit-codes";
     const ALLOWED: &'static str = "an exit code from 1 to 255, or a range such as \"64-78\"";
+    const PATTERN: &'static str = "^[0-9]+-[0-9]+$";
     const TYPES: &'static [&'static str] = &["integer", "string"];
 
     fn read(value: &Value) -> Result<Self, ScalarError> {
@@ -460,6 +471,7 @@ const SIGNAL_NAMES: [&str; 31] = [
 impl Scalar for Signal {
     const FORMAT: &'static str = "volley-signal";
     const ALLOWED: &'static str = "a signal by name, such as \"SIGSEGV\", or by number, 1 to 64";
+    const PATTERN: &'static str = "^[A-Z0-9]+$";
     const TYPES: &'static [&'static str] = &["integer", "string"];
 
     fn read(value: &Value) -> Result<Self, ScalarError> {

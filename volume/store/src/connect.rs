@@ -8,13 +8,14 @@ use std::time::Duration;
 use aws_config::BehaviorVersion;
 use aws_sdk_s3::Client;
 use aws_sdk_s3::config::{
-    Credentials, ProvideCredentials, Region, RequestChecksumCalculation, ResponseChecksumValidation, SharedCredentialsProvider,
-    StalledStreamProtectionConfig, retry::RetryConfig, timeout::TimeoutConfig,
+    Credentials, ProvideCredentials, Region, RequestChecksumCalculation, ResponseChecksumValidation,
+    SharedCredentialsProvider, StalledStreamProtectionConfig, retry::RetryConfig, timeout::TimeoutConfig,
 };
 use aws_smithy_http_client::{Builder as HttpBuilder, tls};
 use aws_smithy_runtime_api::client::http::SharedHttpClient;
 
 use crate::config::{Retry, StoreConfig};
+use crate::retry::causes;
 
 /// A peer in the same region answers a SYN in milliseconds; 5 s covers a lost packet or two.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
@@ -55,13 +56,17 @@ pub enum ConnectError {
         endpoint: String,
     },
     /// A name is empty or has a form no store accepts.
-    #[error("S3 bucket name `{bucket}` is not valid: 3 to 63 lower-case letters, digits, dots and hyphens; correct the bucket")]
+    #[error(
+        "S3 bucket name `{bucket}` is not valid: 3 to 63 lower-case letters, digits, dots and hyphens; correct the bucket"
+    )]
     BadBucket {
         /// As configured.
         bucket: String,
     },
     /// The prefix would not survive URL handling.
-    #[error("S3 key prefix `{prefix}` may not start with `/` nor contain `//`, `.` or `..` segments; correct the prefix")]
+    #[error(
+        "S3 key prefix `{prefix}` may not start with `/` nor contain `//`, `.` or `..` segments; correct the prefix"
+    )]
     BadPrefix {
         /// As configured.
         prefix: String,
@@ -215,7 +220,7 @@ async fn from_chain(region: &str) -> Result<SharedCredentialsProvider, ConnectEr
     let provider = loaded.credentials_provider().ok_or_else(|| none("the chain is empty".to_owned()))?;
     match tokio::time::timeout(CREDENTIALS_TIMEOUT, provider.provide_credentials()).await {
         Ok(Ok(_)) => Ok(provider),
-        Ok(Err(error)) => Err(none(aws_sdk_s3::error::DisplayErrorContext(error).to_string())),
+        Ok(Err(error)) => Err(none(causes(&error))),
         Err(_elapsed) => Err(none(format!("no answer within {} s", CREDENTIALS_TIMEOUT.as_secs()))),
     }
 }

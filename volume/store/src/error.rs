@@ -83,8 +83,8 @@ pub enum Failure {
     },
     /// The budget ran out. A write may or may not have happened.
     #[error(
-        "{place}: no success within {} s ({attempts} attempts), last: {last}; check that the endpoint is up and reachable, then try again",
-        .waited.as_secs()
+        "{place}: no success within {:.1} s ({attempts} attempts), last: {last}; check that the endpoint is up and reachable, then try again",
+        .waited.as_secs_f32()
     )]
     Unavailable {
         /// Where.

@@ -15,7 +15,7 @@ use tokio::time::{Instant, Sleep};
 
 use crate::connect::Store;
 use crate::error::{ErrorKind, Failure, Place, answers};
-use crate::retry::{Attempt, Refusal, classify};
+use crate::retry::{Attempt, Refusal, causes, classify};
 
 /// Why an object could not be read.
 #[derive(Debug, thiserror::Error)]
@@ -188,7 +188,7 @@ fn length(output: &GetObjectOutput) -> u64 {
 async fn collect(mut body: ByteStream, bytes: u64, bytes_max: u64) -> Result<Bytes, Attempt> {
     let mut all = BytesMut::new();
     while let Some(chunk) = body.next().await {
-        let chunk = chunk.map_err(|error| Attempt::Again(format!("the body broke off: {error}")))?;
+        let chunk = chunk.map_err(|error| Attempt::Again(format!("the body broke off: {}", causes(&error))))?;
         if (all.len() + chunk.len()) as u64 > bytes_max {
             return Err(Attempt::Again(format!("the body is longer than the {bytes} bytes announced")));
         }

@@ -29,7 +29,7 @@ mod upload;
 
 pub use config::{Retry, StoreConfig};
 pub use connect::{ConnectError, Store};
-pub use delete::{DeleteError, DELETE_BATCH_MAX};
+pub use delete::{DELETE_BATCH_MAX, DeleteError};
 pub use download::{DownloadError, Downloaded};
 pub use error::{ErrorKind, Failure, Place};
 pub use get::{GetError, ObjectStream};

@@ -19,8 +19,8 @@ use crate::retry::{Refusal, classify, random_tag};
 
 /// Writers that race for one key: enough to meet a check-then-write race, few enough for any store.
 const RACERS: usize = 8;
-/// Races per condition: one alone may be won by luck.
-const RACES: usize = 3;
+/// Races per condition: one alone may end well by luck. (Some stores take a second over each.)
+const RACES: usize = 2;
 /// Probe objects have a few bytes.
 const PROBE_BYTES_MAX: u64 = 1024;
 
@@ -47,7 +47,9 @@ pub enum ProbeError {
     #[error("the bucket cannot be used: {0}")]
     Delete(#[from] DeleteError),
     /// A condition that holds was refused.
-    #[error("{store} refuses a conditional write that should succeed ({what}); Volley needs conditional writes: use a store that has them")]
+    #[error(
+        "{store} refuses a conditional write that should succeed ({what}); Volley needs conditional writes: use a store that has them"
+    )]
     RefusesValid {
         /// The bucket and endpoint.
         store: String,
@@ -55,7 +57,9 @@ pub enum ProbeError {
         what: &'static str,
     },
     /// A condition that does not hold was ignored.
-    #[error("{store} does not keep conditional writes: {what}; results and volumes would be lost: use a store that keeps them")]
+    #[error(
+        "{store} does not keep conditional writes: {what}; results and volumes would be lost: use a store that keeps them"
+    )]
     Ignores {
         /// The bucket and endpoint.
         store: String,
@@ -63,7 +67,9 @@ pub enum ProbeError {
         what: &'static str,
     },
     /// What was written was not read or listed.
-    #[error("{store} does not give back what was just written ({what}); Volley needs reads and lists that see every earlier write")]
+    #[error(
+        "{store} does not give back what was just written ({what}); Volley needs reads and lists that see every earlier write"
+    )]
     Stale {
         /// The bucket and endpoint.
         store: String,
@@ -206,7 +212,9 @@ impl Store {
         }
         // AWS wants the region named, except the one it takes by default; other stores ignore or refuse it.
         let location = (self.endpoint().starts_with("AWS ") && self.region() != "us-east-1").then(|| {
-            CreateBucketConfiguration::builder().location_constraint(BucketLocationConstraint::from(self.region())).build()
+            CreateBucketConfiguration::builder()
+                .location_constraint(BucketLocationConstraint::from(self.region()))
+                .build()
         });
         let run = self.run("create bucket", "", 0, || {
             let request =

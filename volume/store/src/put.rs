@@ -73,12 +73,21 @@ impl Store {
     }
 
     /// Writes the object if it still is `etag` (quoted, as the store gave it). A missing object counts as refused.
+    ///
+    /// Most stores derive the tag from the bytes: an object that was changed and changed back has its old tag again. Where
+    /// that matters, put something into the body that never repeats, such as an epoch and a sequence.
+    /// After a lost answer `Refused` may also mean that our write was made and then replaced by a later one.
     pub async fn put_if_match(&self, key: &str, body: Bytes, etag: &str) -> Result<PutOutcome, PutError> {
         self.conditional("put if match", key, body, Condition::Match(etag)).await
     }
 
     /// An unconditional put with a content type, for `upload`.
-    pub(crate) async fn put_typed(&self, key: &str, body: Bytes, content_type: Option<&str>) -> Result<String, Failure> {
+    pub(crate) async fn put_typed(
+        &self,
+        key: &str,
+        body: Bytes,
+        content_type: Option<&str>,
+    ) -> Result<String, Failure> {
         let run = self.send_put("upload", key, body, Condition::None, &random_tag(), content_type).await;
         run.result.map_err(|refusal| refusal.into_failure(self.place("upload", key)))
     }

@@ -6,7 +6,7 @@
 use std::future::Future;
 use std::time::Duration;
 
-use aws_sdk_s3::error::{DisplayErrorContext, ProvideErrorMetadata, SdkError};
+use aws_sdk_s3::error::{ProvideErrorMetadata, SdkError};
 use aws_smithy_runtime_api::client::orchestrator::HttpResponse;
 use backon::{BackoffBuilder, ExponentialBuilder, Retryable};
 use tokio::time::Instant;
@@ -103,7 +103,9 @@ impl Store {
                 Verdict::Precondition => Refusal::Precondition,
                 Verdict::BadRange => Refusal::BadRange,
                 Verdict::NoBucket => Refusal::Failure(Failure::NoBucket { place: place() }),
-                Verdict::Denied { code, message } => Refusal::Failure(Failure::Denied { place: place(), code, message }),
+                Verdict::Denied { code, message } => {
+                    Refusal::Failure(Failure::Denied { place: place(), code, message })
+                }
                 Verdict::Rejected { status, code, message } => {
                     Refusal::Failure(Failure::Rejected { place: place(), status, code, message })
                 }
@@ -146,7 +148,7 @@ pub(crate) fn classify<E>(error: SdkError<E, HttpResponse>) -> Attempt
 where
     E: ProvideErrorMetadata + std::error::Error + 'static,
 {
-    let words = || DisplayErrorContext(&error).to_string();
+    let words = || causes(&error);
     match &error {
         SdkError::TimeoutError(_) | SdkError::DispatchFailure(_) => Attempt::Again(words()),
         // The body broke off or was not what the protocol says: as good as no answer.
@@ -166,8 +168,25 @@ where
     }
 }
 
+/// An error and what caused it, in one line. (The SDK's own display of causes adds their debug form.)
+pub(crate) fn causes(error: &dyn std::error::Error) -> String {
+    let mut words = error.to_string();
+    let mut cause = error.source();
+    while let Some(next) = cause {
+        let text = next.to_string();
+        // Many errors repeat their cause in their own words.
+        if !words.ends_with(&text) {
+            words = format!("{words}: {text}");
+        }
+        cause = next.source();
+    }
+    words
+}
+
 /// The table of answers. Codes first, since some stores give them with another status, or in a 200.
 fn by_status(status: u16, code: &str, message: &str) -> Attempt {
+    let message = if message.is_empty() { "no details given" } else { message };
+    let passing = || Attempt::Again(format!("HTTP {status} {code}: {message}").replace(" :", ":"));
     let denied = || Verdict::Denied { code: non_empty(code, status), message: message.to_owned() };
     match code {
         "NoSuchBucket" => return Attempt::Final(Verdict::NoBucket),
@@ -175,10 +194,12 @@ fn by_status(status: u16, code: &str, message: &str) -> Attempt {
         "NoSuchKey" | "NotFound" => return Attempt::Final(Verdict::NotFound),
         "PreconditionFailed" => return Attempt::Final(Verdict::Precondition),
         // Two conditional writes met; the store asks for another try and a later one gets a real answer.
-        "ConditionalRequestConflict" | "OperationAborted" | "SlowDown" | "RequestTimeout" | "InternalError"
-        | "ServiceUnavailable" => {
-            return Attempt::Again(format!("{status} {code}: {message}"));
-        }
+        "ConditionalRequestConflict"
+        | "OperationAborted"
+        | "SlowDown"
+        | "RequestTimeout"
+        | "InternalError"
+        | "ServiceUnavailable" => return passing(),
         _ => {}
     }
     match status {
@@ -187,7 +208,7 @@ fn by_status(status: u16, code: &str, message: &str) -> Attempt {
         412 => Attempt::Final(Verdict::Precondition),
         416 => Attempt::Final(Verdict::BadRange),
         501 => Attempt::Final(Verdict::Rejected { status, code: non_empty(code, status), message: message.to_owned() }),
-        408 | 429 | 500.. => Attempt::Again(format!("{status} {code}: {message}")),
+        408 | 429 | 500.. => passing(),
         _ => Attempt::Final(Verdict::Rejected { status, code: non_empty(code, status), message: message.to_owned() }),
     }
 }

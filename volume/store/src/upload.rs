@@ -282,7 +282,8 @@ impl Store {
     pub(crate) async fn abort_upload(&self, key: &str, id: &str) {
         let store = self.with_retry(Retry { budget: ABORT_BUDGET, attempt_timeout: ABORT_BUDGET, ..*self.retry() });
         let run = store.run("abort upload", key, 0, || {
-            let request = store.client().abort_multipart_upload().bucket(store.bucket()).key(store.full_key(key)).upload_id(id);
+            let request =
+                store.client().abort_multipart_upload().bucket(store.bucket()).key(store.full_key(key)).upload_id(id);
             async move { request.send().await.map_err(classify) }
         });
         match run.await.result {
@@ -292,7 +293,9 @@ impl Store {
     }
 }
 
-async fn next_part(sending: &mut JoinSet<Result<CompletedPart, UploadError>>) -> Result<Option<CompletedPart>, UploadError> {
+async fn next_part(
+    sending: &mut JoinSet<Result<CompletedPart, UploadError>>,
+) -> Result<Option<CompletedPart>, UploadError> {
     match sending.join_next().await {
         None => Ok(None),
         Some(Ok(part)) => part.map(Some),

@@ -92,11 +92,9 @@ async fn the_client_works_with_seaweedfs() {
     assert_eq!(s.put_if_match("a/b", "4".into(), &etag).await.unwrap(), PutOutcome::Refused);
     assert_eq!(s.get("a/b", 1).await.unwrap(), "3");
     assert_eq!(s.get("missing", 1).await.unwrap_err().kind(), ErrorKind::NotFound);
-    for _ in 0..5 {
-        s.probe().await.unwrap();
-    }
+    s.probe().await.unwrap();
     // Harder than the probe: a race that a check followed by a write would lose.
-    for round in 0..10 {
+    for round in 0..2 {
         let key = format!("race/{round}");
         let absent = join_all((0..32).map(|n| s.put_if_absent(&key, format!("{n}").into()))).await;
         let absent = absent.iter().filter(|end| end.as_ref().unwrap().is_written()).count();
@@ -124,6 +122,7 @@ async fn the_client_works_with_seaweedfs() {
     assert!(fetched == data);
     assert_eq!(s.get_range("big", 9 << 20, 100).await.unwrap(), data[9 << 20..(9 << 20) + 100]);
 
-    let wrong = volley_store::StoreConfig { credentials: Some((ACCESS_KEY.into(), "wrong".into())), ..config(&endpoint) };
+    let wrong =
+        volley_store::StoreConfig { credentials: Some((ACCESS_KEY.into(), "wrong".into())), ..config(&endpoint) };
     assert_eq!(Store::connect(&wrong).await.unwrap().get("big", 1).await.unwrap_err().kind(), ErrorKind::Denied);
 }

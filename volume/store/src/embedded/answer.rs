@@ -19,7 +19,9 @@ impl From<DiskError> for S3Error {
             DiskError::BucketExists => s3_error!(BucketAlreadyOwnedByYou, "The bucket exists already and is yours."),
             DiskError::BucketNotEmpty => s3_error!(BucketNotEmpty, "The bucket holds objects; delete them first."),
             DiskError::NoKey => s3_error!(NoSuchKey, "The object does not exist."),
-            DiskError::NoUpload => s3_error!(NoSuchUpload, "The multipart upload does not exist, or was completed or aborted."),
+            DiskError::NoUpload => {
+                s3_error!(NoSuchUpload, "The multipart upload does not exist, or was completed or aborted.")
+            }
             DiskError::Precondition => s3_error!(PreconditionFailed, "A condition of the request does not hold."),
             DiskError::BadPart(words) => s3_error!(InvalidPart, "{words}"),
             DiskError::Io(error) => io_error(error),
@@ -39,7 +41,9 @@ pub(super) fn io_error(error: io::Error) -> S3Error {
             }
             answer
         }
-        io::ErrorKind::InvalidFilename => s3_error!(KeyTooLongError, "The key's path is too long for this server's disk."),
+        io::ErrorKind::InvalidFilename => {
+            s3_error!(KeyTooLongError, "The key's path is too long for this server's disk.")
+        }
         _ => {
             tracing::error!(%error, "embedded S3: a request failed on the disk");
             s3_error!(InternalError, "The server's disk failed: {error}")

@@ -13,10 +13,12 @@
 //! ```
 
 mod answer;
+mod convert;
 mod disk;
 mod layout;
 mod object_file;
 mod service;
+mod spool;
 mod uploads;
 mod walk;
 

@@ -1,35 +1,29 @@
 //! The S3 operations that the embedded server knows, over `disk`, `walk` and `uploads`.
 //!
-//! Owns the translation between protocol and disk, and streaming of bodies. Signatures, XML and routing
+//! Owns what each operation does. Bodies come in through `spool`, values are translated by `convert`. Signatures, XML and routing
 //! are the `s3s` crate's. Bodies are checked against the signature's payload hash by `s3s`;
 //! `Content-MD5` and `x-amz-checksum-*` are accepted and not checked again.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::sync::Arc;
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use bytes::Bytes;
-use futures::StreamExt;
 use s3s::dto::*;
 use s3s::{Body, S3, S3Error, S3Request, S3Response, S3Result, s3_error};
 use tokio::io::{AsyncReadExt, AsyncSeekExt};
 use tokio_util::io::ReaderStream;
 
 use super::answer::io_error;
-use super::disk::{Condition, Disk, DiskError, TempFile, Wanted, now_ms};
-use super::object_file::Trailer;
+use super::convert::{PAGE_MAX, check_read, condition, listing, page_size, read_token, timestamp, wanted};
+use super::disk::{Condition, Disk, DiskError, Wanted, now_ms};
 use super::uploads::{PART_NUMBER_MAX, Upload};
-use super::walk::{self, After, Page, Query};
+use super::walk::{self, After, Query};
 
-/// Body bytes gathered before they go to a blocking thread; smaller bodies cross over once.
-const SPOOL_BYTES: usize = 1024 * 1024;
 /// Objects up to this size are read in one go.
 const INLINE_BYTES_MAX: u64 = 128 * 1024;
 /// Bytes read from disk at a time for larger ones.
 const READ_BYTES: usize = 256 * 1024;
-/// Keys in a page, uploads in a page, parts in a page: the protocol's limits and defaults.
-const PAGE_MAX: i32 = 1000;
 
 type Answer<T> = S3Result<S3Response<T>>;
 
@@ -43,81 +37,13 @@ impl Service {
     }
 
     /// Runs disk work where it may block.
-    async fn blocking<T, F>(&self, work: F) -> S3Result<T>
+    pub(super) async fn blocking<T, F>(&self, work: F) -> S3Result<T>
     where
         T: Send + 'static,
         F: FnOnce(&Disk) -> Result<T, DiskError> + Send + 'static,
     {
         let disk = self.disk.clone();
         Ok(joined(tokio::task::spawn_blocking(move || work(&disk)).await)??)
-    }
-
-    /// Takes in a body: all but the last bytes are in the spool's file when it returns.
-    async fn receive(&self, body: Option<StreamingBlob>, announced: Option<i64>) -> S3Result<Spool> {
-        let mut spool = Spool { temp: None, hasher: blake3::Hasher::new(), bytes: 0, pending: Vec::new() };
-        let mut gathered = 0;
-        if let Some(mut body) = body {
-            while let Some(chunk) = body.next().await {
-                let chunk = chunk.map_err(|error| s3_error!(IncompleteBody, "The body broke off or is not what was signed: {error}"))?;
-                gathered += chunk.len();
-                spool.pending.push(chunk);
-                if gathered >= SPOOL_BYTES {
-                    gathered = 0;
-                    spool = self.blocking(move |disk| spool.flushed(disk)).await?;
-                }
-            }
-        }
-        let total = spool.bytes + gathered as u64;
-        match announced {
-            Some(announced) if u64::try_from(announced) != Ok(total) => {
-                Err(s3_error!(IncompleteBody, "The body has {total} bytes, Content-Length said {announced}."))
-            }
-            _ => Ok(spool),
-        }
-    }
-}
-
-/// A body on its way to the disk.
-struct Spool {
-    temp: Option<TempFile>,
-    hasher: blake3::Hasher,
-    /// Bytes written to the file.
-    bytes: u64,
-    pending: Vec<Bytes>,
-}
-
-impl Spool {
-    /// Writes what is pending.
-    fn flushed(mut self, disk: &Disk) -> Result<Self, DiskError> {
-        let mut temp = match self.temp.take() {
-            Some(temp) => temp,
-            None => disk.temp_file()?,
-        };
-        for chunk in self.pending.drain(..) {
-            self.hasher.update(&chunk);
-            temp.write_all(&chunk)?;
-            self.bytes += chunk.len() as u64;
-        }
-        self.temp = Some(temp);
-        Ok(self)
-    }
-
-    /// The file with the whole body, and a trailer for it.
-    fn finished(
-        self,
-        disk: &Disk,
-        key: String,
-        content_type: Option<String>,
-        metadata: Option<Metadata>,
-    ) -> Result<(TempFile, Trailer), DiskError> {
-        let spool = self.flushed(disk)?;
-        let temp = match spool.temp {
-            Some(temp) => temp,
-            None => disk.temp_file()?,
-        };
-        let etag = spool.hasher.finalize().to_hex().to_string();
-        let metadata = metadata.into_iter().flatten().collect();
-        Ok((temp, Trailer { key, bytes: spool.bytes, etag, modified_ms: now_ms(), content_type, metadata }))
     }
 }
 
@@ -189,8 +115,10 @@ impl S3 for Service {
             })
             .await?;
         check_read(&trailer, if_match.as_ref(), if_none_match.as_ref())?;
-        let span = span.ok_or_else(|| s3_error!(InvalidRange, "The range lies past the object's {} bytes.", trailer.bytes))?;
-        let content_range = range.map(|_| format!("bytes {}-{}/{}", span.start, span.end.saturating_sub(1), trailer.bytes));
+        let span =
+            span.ok_or_else(|| s3_error!(InvalidRange, "The range lies past the object's {} bytes.", trailer.bytes))?;
+        let content_range =
+            range.map(|_| format!("bytes {}-{}/{}", span.start, span.end.saturating_sub(1), trailer.bytes));
         let bytes = span.end - span.start;
         let body = match inline {
             Some(bytes) => StreamingBlob::from(Body::from(Bytes::from(bytes))),
@@ -422,31 +350,6 @@ fn read_span(file: &File, span: &std::ops::Range<u64>) -> std::io::Result<Vec<u8
     Ok(bytes)
 }
 
-fn condition(if_match: Option<IfMatch>, if_none_match: Option<IfNoneMatch>) -> S3Result<Condition> {
-    Ok(Condition { exists: wanted(if_match)?, absent: wanted(if_none_match)? })
-}
-
-fn wanted(condition: Option<ETagCondition>) -> S3Result<Option<Wanted>> {
-    match condition {
-        None => Ok(None),
-        Some(ETagCondition::Any) => Ok(Some(Wanted::Any)),
-        Some(ETagCondition::ETag(etag)) => match etag.into_strong() {
-            Some(tag) => Ok(Some(Wanted::Tag(tag))),
-            None => Err(s3_error!(InvalidArgument, "Weak entity tags cannot be compared.")),
-        },
-    }
-}
-
-fn check_read(trailer: &Trailer, if_match: Option<&Wanted>, if_none_match: Option<&Wanted>) -> S3Result<()> {
-    if if_match.is_some_and(|wanted| !wanted.matches(&trailer.etag)) {
-        return Err(DiskError::Precondition.into());
-    }
-    if if_none_match.is_some_and(|wanted| wanted.matches(&trailer.etag)) {
-        return Err(s3_error!(NotModified));
-    }
-    Ok(())
-}
-
 fn delete_each(
     disk: &Disk,
     bucket: &str,
@@ -473,78 +376,4 @@ fn delete_each(
         }
     }
     Ok((gone, kept))
-}
-
-fn page_size(asked: Option<i32>) -> S3Result<usize> {
-    let asked = asked.unwrap_or(PAGE_MAX);
-    usize::try_from(asked.min(PAGE_MAX)).map_err(|_| s3_error!(InvalidArgument, "A page size may not be negative."))
-}
-
-fn listing(input: ListObjectsV2Input, page: Page, limit: usize) -> ListObjectsV2Output {
-    let encoded = input.encoding_type.as_ref().is_some_and(|encoding| encoding.as_str() == EncodingType::URL);
-    let text = |bytes: Vec<u8>| if encoded { url_encode(&bytes) } else { String::from_utf8_lossy(&bytes).into_owned() };
-    let count = page.objects.len() + page.groups.len();
-    let contents = page.objects.into_iter().map(|object| Object {
-        key: Some(text(object.key.into_bytes())),
-        size: Some(object.bytes as i64),
-        e_tag: Some(ETag::Strong(object.etag)),
-        last_modified: Some(timestamp(object.modified_ms)),
-        ..Object::default()
-    });
-    let contents = contents.collect();
-    let groups = page.groups.into_iter().map(|group| CommonPrefix { prefix: Some(text(group)) }).collect();
-    ListObjectsV2Output {
-        contents: Some(contents),
-        common_prefixes: Some(groups),
-        key_count: Some(count as i32),
-        max_keys: Some(limit as i32),
-        is_truncated: Some(page.next.is_some()),
-        next_continuation_token: page.next.map(|next| write_token(&next)),
-        prefix: input.prefix.map(|prefix| text(prefix.into_bytes())),
-        delimiter: input.delimiter.map(|delimiter| text(delimiter.into_bytes())),
-        start_after: input.start_after.map(|key| text(key.into_bytes())),
-        continuation_token: input.continuation_token,
-        encoding_type: input.encoding_type,
-        name: Some(input.bucket),
-        ..ListObjectsV2Output::default()
-    }
-}
-
-fn url_encode(bytes: &[u8]) -> String {
-    let mut text = String::with_capacity(bytes.len());
-    for byte in bytes {
-        match byte {
-            b'a'..=b'z' | b'A'..=b'Z' | b'0'..=b'9' | b'-' | b'_' | b'.' | b'*' | b'/' => text.push(char::from(*byte)),
-            b' ' => text.push('+'),
-            other => {
-                text.push('%');
-                text.push_str(&hex::encode_upper([*other]));
-            }
-        }
-    }
-    text
-}
-
-fn write_token(after: &After) -> String {
-    match after {
-        After::Start => String::new(),
-        After::Key(key) => format!("k{}", hex::encode(key)),
-        After::Group(group) => format!("g{}", hex::encode(group)),
-    }
-}
-
-fn read_token(token: &str) -> S3Result<After> {
-    let bad = || s3_error!(InvalidArgument, "The continuation token is not one that this server gave.");
-    let (kind, rest) = token.split_at_checked(1).ok_or_else(bad)?;
-    let bytes = hex::decode(rest).map_err(|_| bad())?;
-    match kind {
-        "k" => Ok(After::Key(bytes)),
-        "g" => Ok(After::Group(bytes)),
-        _ => Err(bad()),
-    }
-}
-
-fn timestamp(ms: u64) -> Timestamp {
-    let at: SystemTime = UNIX_EPOCH + Duration::from_millis(ms);
-    at.into()
 }

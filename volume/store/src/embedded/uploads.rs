@@ -143,7 +143,10 @@ impl Disk {
             let file = File::open(dir.join(part_name(number)))?;
             let copied = io::copy(&mut file.take(part.bytes), &mut temp.file)?;
             if copied != part.bytes {
-                return Err(DiskError::Io(io::Error::new(io::ErrorKind::UnexpectedEof, "a part is shorter than it was")));
+                return Err(DiskError::Io(io::Error::new(
+                    io::ErrorKind::UnexpectedEof,
+                    "a part is shorter than it was",
+                )));
             }
             bytes += copied;
             tags.update(part.etag.as_bytes());
@@ -198,7 +201,10 @@ fn check_parts(dir: &Path, parts: &[(i32, String)]) -> Result<Vec<(i32, Trailer)
             return bad(format!("part {number} has another entity tag"));
         }
         if at + 1 < parts.len() && trailer.bytes < PART_BYTES_MIN {
-            return bad(format!("part {number} has {} bytes: all but the last have at least {PART_BYTES_MIN}", trailer.bytes));
+            return bad(format!(
+                "part {number} has {} bytes: all but the last have at least {PART_BYTES_MIN}",
+                trailer.bytes
+            ));
         }
         checked.push((*number, trailer));
     }

@@ -323,7 +323,9 @@ mod tests {
             1 => Just("x".repeat(250)),
             1 => Just("é".repeat(70)),
         ];
-        prop::collection::vec(segment, 1..4).prop_map(|segments| segments.join("/")).prop_filter("not empty", |key| !key.is_empty())
+        prop::collection::vec(segment, 1..4)
+            .prop_map(|segments| segments.join("/"))
+            .prop_filter("not empty", |key| !key.is_empty())
     }
 
     proptest! {

@@ -99,6 +99,12 @@ impl Dirs {
         self.make()
     }
 
+    /// Are all of them there, empty, and as they were made?
+    #[must_use]
+    pub fn are_fresh(&self) -> bool {
+        [self.work(), self.out(), self.tmp()].iter().all(|dir| self.is_fresh(dir))
+    }
+
     fn is_fresh(&self, dir: &Path) -> bool {
         let Ok(meta) = fs::symlink_metadata(dir) else { return false };
         let owned = self.owner.is_none_or(|(uid, gid)| (meta.uid(), meta.gid()) == (uid, gid));

@@ -94,10 +94,14 @@ impl<B: Bus, O: Objects> Executor<B, O> {
     async fn run(&mut self, name: &AttemptName, job: &Job) -> Outcome {
         self.stop.begin(*name);
         let outcome = self.stages(name, job).await;
-        let _span = tracing::debug_span!("reclaim").entered();
-        if let Err(why) = reclaim(&self.dirs) {
-            tracing::warn!(%why);
-            self.leave_dirs();
+        if !self.dirs.are_fresh() {
+            let dirs = self.dirs.clone();
+            let span = tracing::debug_span!("reclaim");
+            let done = tokio::task::spawn_blocking(move || span.in_scope(|| reclaim(&dirs))).await;
+            if let Ok(Err(why)) = done {
+                tracing::warn!(%why);
+                self.leave_dirs();
+            }
         }
         outcome
     }
@@ -154,22 +158,18 @@ impl<B: Bus, O: Objects> Executor<B, O> {
     async fn keep(&mut self, name: &AttemptName, prepared: &Prepared, executed: Executed) -> Outcome {
         let (dirs, declared) = (self.dirs.clone(), prepared.task.outputs.clone());
         let Executed { exit, stdout, stderr } = executed;
-        // Reading directories blocks: not long for the usual few files, but nobody knows beforehand.
-        let found = tokio::task::spawn_blocking({
-            let (stdout, stderr) = (stdout.clone(), stderr.clone());
-            move || persist::find(&dirs, &declared, &stdout, &stderr)
-        });
-        let found = match found.await {
-            Ok(found) => found,
-            Err(e) => Err(PersistError::Read { path: self.dirs.out(), source: std::io::Error::other(e) }),
+        let inline = Kept { stdout: stdout.stream(false), stderr: stderr.stream(false), ..Kept::default() };
+        let find = move || persist::find(&dirs, &declared, &stdout, &stderr);
+        // Reading directories blocks, for long when they are large; most tasks leave none at all.
+        let found = if self.dirs.are_fresh() {
+            find()
+        } else {
+            let failed = |e| PersistError::Read { path: self.dirs.out(), source: std::io::Error::other(e) };
+            tokio::task::spawn_blocking(find).await.unwrap_or_else(|e| Err(failed(e)))
         };
         let left = match found {
             Ok(left) => left,
-            Err(why) => {
-                let kept =
-                    Kept { stdout: stdout.stream(false), stderr: stderr.stream(false), ..Kept::default() };
-                return outcome(exit, prepared, kept, Some(&why));
-            }
+            Err(why) => return outcome(exit, prepared, inline, Some(&why)),
         };
         if !left.wants_storage() {
             return outcome(exit, prepared, left.inline_only(), None);
@@ -213,9 +213,13 @@ impl<B: Bus, O: Objects> Executor<B, O> {
 
 /// What became of an attempt.
 fn outcome(exit: Result<Exit, ExecuteError>, prepared: &Prepared, kept: Kept, lost: Option<&PersistError>) -> Outcome {
+    let mut notes = kept.notes;
     let (failure, code, message, usage) = match exit {
         Ok(exit) => {
             let (failure, code, message) = verdict(&exit, prepared);
+            if exit.strays > 0 {
+                notes.push(format!("{} processes were still running at its end and were killed", exit.strays));
+            }
             let usage = Usage { cpu_us: exit.cpu_us, memory_bytes_max: exit.memory_bytes_max };
             (failure, code, message, Some(usage))
         }
@@ -231,7 +235,7 @@ fn outcome(exit: Result<Exit, ExecuteError>, prepared: &Prepared, kept: Kept, lo
         (failure, _) => failure,
     };
     let parts: Vec<String> =
-        message.into_iter().chain(lost.map(ToString::to_string)).chain(kept.notes).collect();
+        message.into_iter().chain(lost.map(ToString::to_string)).chain(notes).collect();
     Outcome {
         failure,
         code,

@@ -342,18 +342,24 @@ async fn rates() {
         };
         let (job, _) = w.job(&format!(r#"{{"count":{tasks}}}"#), &spec);
         let begin = Instant::now();
-        let (mut sent, size) = (0, if isolation == "null" { 256 } else { 50 });
+        let (mut sent, size) = (0, if isolation == "null" { 256 } else { 20 });
+        let reported =
+            |w: &World| state(&w.bus).reports.lock().unwrap().iter().map(Vec::len).sum::<usize>() as u32;
         while sent < tasks {
-            let count = size.min(tasks - sent);
-            let mut held = 0;
+            // As a leader does: never more than two bundles per slot that aren't reported.
+            let mut open = 0;
             w.until("room", |w| {
-                held = w.handle.status().bundles;
-                held < slots as usize * 2
+                let mut left: std::collections::BTreeMap<u32, u32> = (0..sent / size).map(|b| (b, size)).collect();
+                for end in w.ends() {
+                    left.entry(end.name.index / size).and_modify(|n| *n -= 1);
+                }
+                open = left.values().filter(|n| **n > 0).count() as u32;
+                open < slots + slots / 2 || slots == 1
             })
             .await;
             let mut orders = Vec::new();
-            for _ in held..slots as usize * 2 {
-                let count = count.min(tasks - sent);
+            for _ in open..slots * 2 {
+                let count = size.min(tasks - sent);
                 if count > 0 {
                     orders.push(w.bundle(job, sent, count).1);
                     sent += count;
@@ -361,7 +367,8 @@ async fn rates() {
             }
             w.order(orders).await;
         }
-        w.until("all ends", |w| state(&w.bus).reports.lock().unwrap().iter().map(Vec::len).sum::<usize>() == tasks as usize).await;
+        w.until("all ends", |w| reported(w) == tasks).await;
+        assert!(w.ends().iter().all(|end| end.ending == Ending::Succeeded));
         println!("{isolation}, {slots} slots, cgroups {cgroups}: {:.0} tasks a second", f64::from(tasks) / begin.elapsed().as_secs_f64());
         w.finish().await;
     }

@@ -112,7 +112,7 @@ impl Cgroups {
                 folders.push(path.join(name));
             }
         }
-        if let Some(path) = &own.v2 {
+        if let (Some(path), Some(top)) = (&own.v2, &own.v2_top) {
             let listed = fs::read_to_string(path.join("cgroup.controllers")).unwrap_or_default();
             let missing: Vec<Controller> = Controller::ALL
                 .into_iter()
@@ -120,9 +120,9 @@ impl Cgroups {
                 .filter(|c| listed.split_whitespace().any(|word| word == c.as_str()))
                 .collect();
             if !missing.is_empty() {
-                delegate(path, name, &missing)?;
-                controllers.extend(missing.into_iter().map(|c| (c, Version::V2, path.join(name))));
-                folders.push(path.join(name));
+                let folder = delegate(path, top, name, &missing)?.join(name);
+                controllers.extend(missing.into_iter().map(|c| (c, Version::V2, folder.clone())));
+                folders.push(folder);
             }
         }
         for controller in Controller::ALL {
@@ -179,25 +179,31 @@ impl Cgroups {
     }
 }
 
-/// In v2, a cgroup that hands controllers down may hold no processes itself, so ours move to a leaf of their own.
-fn delegate(own: &Path, name: &str, controllers: &[Controller]) -> Result<(), CgroupError> {
-    let file = own.join("cgroup.subtree_control");
+/// Finds the v2 cgroup below which ours is made, and lets it hand controllers down. There, a cgroup that hands any down may hold no
+/// processes itself. So a service that is alone in its cgroup moves to a leaf of its own; a worker started from a shell, whose cgroup
+/// is the session's, leaves that alone and goes to the top, where the rule doesn't hold.
+fn delegate(own: &Path, top: &Path, name: &str, controllers: &[Controller]) -> Result<PathBuf, CgroupError> {
     let words: Vec<String> = controllers.iter().map(|c| format!("+{}", c.as_str())).collect();
-    let words = words.join(" ");
-    match fs::write(&file, &words) {
-        Ok(()) => Ok(()),
-        Err(e) if e.raw_os_error() == Some(libc::EBUSY) => {
-            let leaf = own.join(format!("{name}-agent"));
-            fs::create_dir_all(&leaf).map_err(denied("making", &leaf))?;
-            let procs = leaf.join("cgroup.procs");
-            for pid in fs::read_to_string(own.join("cgroup.procs")).unwrap_or_default().lines() {
-                // One that ended meanwhile is no loss; one that can't be moved shows in the write below.
-                let _ = fs::write(&procs, pid);
-            }
-            fs::write(&file, &words).map_err(denied("writing", &file))
-        }
-        Err(e) => Err(denied("writing", &file)(e)),
+    let hand_down = |folder: &Path| fs::write(folder.join("cgroup.subtree_control"), words.join(" "));
+    match hand_down(own) {
+        Ok(()) => return Ok(own.to_owned()),
+        Err(e) if e.raw_os_error() == Some(libc::EBUSY) => {}
+        Err(e) => return Err(denied("writing", &own.join("cgroup.subtree_control"))(e)),
     }
+    let members = fs::read_to_string(own.join("cgroup.procs")).unwrap_or_default();
+    let program = |pid: &str| fs::read_link(format!("/proc/{pid}/exe")).ok();
+    if members.lines().any(|pid| program(pid) != program("self")) {
+        hand_down(top).map_err(denied("writing", &top.join("cgroup.subtree_control")))?;
+        return Ok(top.to_owned());
+    }
+    let leaf = own.join(format!("{name}-agent"));
+    fs::create_dir_all(&leaf).map_err(denied("making", &leaf))?;
+    for pid in members.lines() {
+        // One that ended meanwhile is no loss; one that can't be moved shows in the write below.
+        let _ = fs::write(leaf.join("cgroup.procs"), pid);
+    }
+    hand_down(own).map_err(denied("writing", &own.join("cgroup.subtree_control")))?;
+    Ok(own.to_owned())
 }
 
 fn sweep(folder: &Path) -> Result<(), CgroupError> {

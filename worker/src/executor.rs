@@ -3,9 +3,11 @@
 //! Owns the order prepare, restore, execute, persist, reclaim, and what each stage's failure makes of the attempt. Does not own
 //! deadlines or which attempt runs when (`core`).
 
+use std::panic::AssertUnwindSafe;
 use std::path::PathBuf;
 use std::sync::Arc;
 
+use futures::FutureExt;
 use tokio::sync::{mpsc, watch};
 use tracing::Instrument;
 use volley_jobspecs::failure::FailureClass;
@@ -83,12 +85,23 @@ impl<B: Bus, O: Objects> Executor<B, O> {
     pub async fn serve(mut self, mut orders: mpsc::Receiver<SlotOrder>) {
         while let Some(SlotOrder { name, job }) = orders.recv().await {
             let span = tracing::info_span!("attempt", job = %name.job, task = name.index, attempt = name.number);
-            let outcome = self.run(&name, &job).instrument(span).await;
+            let run = AssertUnwindSafe(self.run(&name, &job).instrument(span)).catch_unwind();
+            let outcome = match run.await {
+                Ok(outcome) => outcome,
+                Err(_panic) => self.after_panic(),
+            };
             let ended = Input::Ended { slot: self.slot, name, outcome };
             if self.shared.events.send(ended).await.is_err() {
                 return;
             }
         }
+    }
+
+    /// A mistake of ours must cost one attempt, not hold its slot for ever. Nothing of the slot is used again.
+    fn after_panic(&mut self) -> Outcome {
+        self.machine.distrust();
+        self.leave_dirs();
+        Outcome::failed(FailureClass::GuestLost, "the worker panicked over this task; its log says where".to_owned())
     }
 
     async fn run(&mut self, name: &AttemptName, job: &Job) -> Outcome {

@@ -1,5 +1,5 @@
 //! What a task of the process tier sees, and how its end is told, on this machine.
-#![allow(clippy::unwrap_used, reason = "a test")]
+#![expect(clippy::unwrap_used, reason = "a test says with a panic that it failed")]
 
 mod support;
 

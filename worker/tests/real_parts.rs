@@ -1,9 +1,7 @@
 //! A worker on a real nats-server and a real S3 server, with the coordinator played by hand.
 //!
 //! Wants `nats-server` in PATH or named by NATS_SERVER; without it the NATS tests say so and pass.
-#![allow(clippy::unwrap_used, reason = "a test")]
-
-mod support;
+#![expect(clippy::unwrap_used, reason = "a test says with a panic that it failed")]
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -14,7 +12,7 @@ use std::time::{Duration, Instant};
 use async_nats::jetstream;
 use futures::StreamExt;
 use minicbor::bytes::ByteVec;
-use support::{sha256, text};
+use sha2::{Digest, Sha256};
 use volley_jobspecs::ids::{BundleId, JobId, TenantId, Term, WorkerId};
 use volley_jobspecs::parse::parse_and_validate;
 use volley_jobspecs::spec::Isolation;
@@ -28,6 +26,10 @@ use volley_store::embedded::{EmbeddedConfig, EmbeddedServer};
 use volley_store::{Store, StoreConfig};
 use volley_worker::ports::{ObjectName, Objects};
 use volley_worker::{Config, NatsBus, S3Objects};
+
+fn sha256(bytes: &[u8]) -> String {
+    hex::encode(Sha256::digest(bytes))
+}
 
 fn nats_server() -> Option<PathBuf> {
     if let Some(path) = std::env::var_os("NATS_SERVER") {
@@ -102,7 +104,7 @@ async fn bucket(dir: &Path) -> (EmbeddedServer, S3Objects) {
     let config = StoreConfig::new(&server.endpoint(), "volley-test", "key", "secret");
     let store = Store::connect(&config).await.unwrap();
     store.ensure_bucket().await.unwrap();
-    (server, S3Objects::new(store, config))
+    (server, S3Objects::new(&store, config, Duration::from_secs(5)))
 }
 
 /// Answers beats and questions about jobs.
@@ -193,7 +195,7 @@ async fn tasks_run_and_report_over_a_nats_server_that_is_killed_and_comes_back()
         let kept = objects.get(&keys::attempt_output(&end.name, "f"), 100).await.unwrap();
         assert_eq!(kept, format!("{index}\n").as_bytes());
         let log = objects.get(&keys::attempt_log(&end.name, "stdout"), 100_000).await.unwrap();
-        assert!(log.ends_with(b"1999\n2000\n") && text(&end.stdout).ends_with("1999\n2000\n"));
+        assert!(log.ends_with(b"1999\n2000\n") && end.stdout.as_ref().is_some_and(|s| s.tail.ends_with(b"1999\n2000\n")));
     }
     handle.drain();
     tokio::time::timeout(Duration::from_secs(20), running).await.unwrap().unwrap().unwrap();

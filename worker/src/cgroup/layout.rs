@@ -37,6 +37,8 @@ pub struct Own {
     pub v1: Vec<(Controller, PathBuf)>,
     /// v2: the directory in the unified hierarchy, if it is mounted.
     pub v2: Option<PathBuf>,
+    /// v2: the top of what this process sees of that hierarchy.
+    pub v2_top: Option<PathBuf>,
 }
 
 /// Reads /proc/self/mountinfo and /proc/self/cgroup.
@@ -50,7 +52,10 @@ pub fn own(mountinfo: &str, cgroups: &str) -> Own {
         let mut right = right.split(' ');
         let (kind, options) = (right.next(), right.nth(1).unwrap_or_default());
         match kind {
-            Some("cgroup2") if own.v2.is_none() => own.v2 = place(cgroups, "", mount, root),
+            Some("cgroup2") if own.v2.is_none() => {
+                own.v2 = place(cgroups, "", mount, root);
+                own.v2_top = Some(PathBuf::from(mount));
+            }
             Some("cgroup") => {
                 for controller in Controller::ALL {
                     if options.split(',').any(|option| option == controller.as_str())

@@ -6,6 +6,7 @@ use std::collections::BTreeMap;
 use std::fs::File;
 use std::path::Path;
 use std::sync::Arc;
+use std::time::Duration;
 
 use bytes::Bytes;
 use tokio::sync::Mutex;
@@ -13,6 +14,9 @@ use volley_store::{ErrorKind, Store, StoreConfig, UploadOptions};
 
 use crate::ports::{Moved, ObjectError, ObjectName, Objects};
 
+/// How long one request of a task may be tried again when its caller doesn't say otherwise: a store that is in trouble for minutes
+/// makes tasks wait, not fail.
+pub const BUDGET_DEFAULT: Duration = Duration::from_secs(300);
 /// Other buckets kept connected.
 const BUCKETS_KEPT: usize = 32;
 
@@ -31,10 +35,12 @@ impl std::fmt::Debug for S3Objects {
 }
 
 impl S3Objects {
-    /// On a store made from `config`, which is kept to reach other buckets.
+    /// On a store made from `config`, which is kept to reach other buckets. `budget` is how long each request may be tried again
+    /// ([`BUDGET_DEFAULT`]); after it, the attempt has failed as `storage_failed`.
     #[must_use]
-    pub fn new(own: Store, config: StoreConfig) -> Self {
-        Self { own, config, others: Arc::default() }
+    pub fn new(own: &Store, mut config: StoreConfig, budget: Duration) -> Self {
+        config.retry.budget = budget;
+        Self { own: own.with_retry(config.retry), config, others: Arc::default() }
     }
 
     async fn store(&self, bucket: Option<&str>) -> Result<Store, ObjectError> {

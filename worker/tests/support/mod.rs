@@ -1,5 +1,4 @@
 //! A coordinator, log and bucket played by hand, and a worker beside them.
-#![allow(dead_code, reason = "each test file uses its own part")]
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -137,7 +136,8 @@ pub struct World {
     pub objects: FakeObjects,
     pub handle: Handle,
     pub running: tokio::task::JoinHandle<Result<(), RunError>>,
-    pub dir: tempfile::TempDir,
+    /// Goes with the world.
+    _dir: tempfile::TempDir,
     number: u64,
     next_job: u64,
 }
@@ -174,7 +174,7 @@ impl World {
         change(&mut config);
         let (handle, control) = volley_worker::control();
         let running = tokio::spawn(volley_worker::run(config, bus.clone(), objects.clone(), None, control));
-        let mut world = Self { bus, objects, handle, running, dir, number: 0, next_job: 1 };
+        let mut world = Self { bus, objects, handle, running, _dir: dir, number: 0, next_job: 1 };
         world.until("a beat", |w| !state(&w.bus).beats.lock().unwrap().is_empty()).await;
         world
     }

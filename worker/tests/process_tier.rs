@@ -23,6 +23,7 @@ fn task(rest: &str) -> String {
 }
 
 fn alive(pid: &str) -> bool {
+    assert!(!pid.trim().is_empty(), "a process number");
     std::fs::read_to_string(format!("/proc/{}/stat", pid.trim())).is_ok_and(|stat| !stat.contains(") Z "))
 }
 
@@ -204,6 +205,8 @@ async fn cancel_hand_back_and_forget() {
     w.until("one runs", |w| w.handle.status().running == 1).await;
     w.order(vec![Order::HandBack { bundle: id, tasks: vec![Run { first: 3, count: 1 }] }]).await;
     w.until("one end", |w| w.ends().len() == 1).await;
+    // Long enough for the shell to say its number.
+    tokio::time::sleep(Duration::from_millis(500)).await;
     assert_eq!((w.ends()[0].name.index, w.ends()[0].ending), (3, Ending::Returned));
     w.order(vec![Order::Stop { bundle: id, tasks: vec![Run { first: 0, count: 1 }] }]).await;
     w.until("another end", |w| w.ends().len() == 2).await;

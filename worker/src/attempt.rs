@@ -35,6 +35,8 @@ pub enum Force {
     Term,
     /// KILL to everything that runs.
     Kill,
+    /// The same, and nothing of it is kept.
+    Abandon,
 }
 
 /// What an executor says of the attempt it runs.
@@ -158,11 +160,8 @@ impl Attempt {
                 if at_once {
                     stopping.cause = cause;
                 }
-                if at_once && !stopping.killed {
-                    stopping.killed = true;
-                    return Some(Force::Kill);
-                }
-                None
+                stopping.killed |= at_once;
+                at_once.then_some(Force::Abandon)
             }
             none => {
                 let grace_ms = match self.phase {
@@ -175,7 +174,7 @@ impl Attempt {
                     killed: at_once,
                     after_exit: matches!(self.phase, Phase::Persisting { .. }),
                 });
-                Some(if at_once { Force::Kill } else { Force::Term })
+                Some(if at_once { Force::Abandon } else { Force::Term })
             }
         }
     }
@@ -203,6 +202,8 @@ impl Attempt {
     pub fn deadline_ms(&self) -> Option<u64> {
         match (&self.stopping, self.phase) {
             (Some(stopping), _) if stopping.killed => None,
+            // The command is gone already; what it left may be kept in peace.
+            (Some(stopping), Phase::Persisting { .. }) if !stopping.after_exit => None,
             (Some(stopping), _) => Some(stopping.kill_at_ms),
             (None, Phase::Preparing) => Some(self.began_ms.saturating_add(self.start_ms)),
             (None, Phase::Running { since_ms, .. }) => Some(since_ms.saturating_add(self.run_ms)),
@@ -354,7 +355,7 @@ mod tests {
         a.progress(200, Progress::Started { grace_ms: 300 });
         assert_eq!(a.stop(300, StopCause::Cancelled), Some(Force::Term));
         assert_eq!(a.stop(310, StopCause::RunTimeout), None);
-        assert_eq!(a.stop(320, StopCause::Forgotten), Some(Force::Kill));
+        assert_eq!(a.stop(320, StopCause::Forgotten), Some(Force::Abandon));
         assert!(a.is_forgotten());
     }
 

@@ -14,7 +14,7 @@ use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::FileExt;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use rustix::net::{AddressFamily, SocketFlags, SocketType};
 use tokio::io::unix::AsyncFd;
@@ -51,7 +51,12 @@ pub enum SpawnerError {
 /// The worker's end of the zygote.
 #[derive(Debug, Clone)]
 pub struct Spawner {
-    socket: Arc<OwnedFd>,
+    zygote: Arc<Mutex<Zygote>>,
+}
+
+#[derive(Debug)]
+struct Zygote {
+    socket: OwnedFd,
     pid: u32,
 }
 
@@ -62,6 +67,10 @@ impl Spawner {
     /// # Errors
     /// [`SpawnerError::Zygote`].
     pub fn start() -> Result<Self, SpawnerError> {
+        Ok(Self { zygote: Arc::new(Mutex::new(Self::fork_zygote()?)) })
+    }
+
+    fn fork_zygote() -> Result<Zygote, SpawnerError> {
         let (ours, theirs) = socketpair().map_err(SpawnerError::Zygote)?;
         // SAFETY: the child runs the zygote's loop only, which takes no lock that the parent may hold: the allocator's are made
         // usable by the C library after a fork, and no other is touched.
@@ -74,13 +83,28 @@ impl Spawner {
             zygote::main(theirs);
         }
         drop(theirs);
-        Ok(Self { socket: Arc::new(ours), pid: pid.cast_unsigned() })
+        Ok(Zygote { socket: ours, pid: pid.cast_unsigned() })
     }
 
     /// The zygote's process id.
     #[must_use]
     pub fn pid(&self) -> u32 {
-        self.pid
+        self.lock().pid
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Zygote> {
+        // A zygote is replaced whole or not at all.
+        self.zygote.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Sends a request, and replaces a zygote that is gone: somebody killed it, and every shim died with it. The fork is dear then,
+    /// but a worker that can start nothing would fail all it is given.
+    fn ask_zygote(&self, request: &[u8], socket: BorrowedFd<'_>) -> Result<(), SpawnerError> {
+        let mut zygote = self.lock();
+        let Err(why) = packet::send(zygote.socket.as_fd(), request, &[socket]) else { return Ok(()) };
+        tracing::error!(%why, pid = zygote.pid, "the helper that spawns tasks is gone; another is started");
+        *zygote = Self::fork_zygote()?;
+        packet::send(zygote.socket.as_fd(), request, &[socket]).map_err(SpawnerError::Socket)
     }
 
     /// Makes a shim that enters the cgroups whose `cgroup.procs` are in `join`.
@@ -90,7 +114,7 @@ impl Spawner {
     pub async fn shim(&self, join: Vec<String>, oom_file: Option<String>) -> Result<Shim, SpawnerError> {
         let (ours, theirs) = socketpair().map_err(SpawnerError::Socket)?;
         let request = wire::encode(&MakeShim { join, oom_file });
-        packet::send(self.socket.as_fd(), &request, &[theirs.as_fd()]).map_err(SpawnerError::Socket)?;
+        self.ask_zygote(&request, theirs.as_fd())?;
         drop(theirs);
         rustix::io::ioctl_fionbio(&ours, true).map_err(|e| SpawnerError::Socket(e.into()))?;
         // SAFETY: an OwnedFd always names the same open descriptor.

@@ -208,7 +208,7 @@ fn a_forgotten_bundle_is_killed_and_not_reported() {
     let mut w = World::new(config(1));
     w.run(0, 0, 3);
     w.work(vec![Order::Forget { bundle: BundleId { sequence: 10, place: 0 } }]);
-    assert_eq!(w.forced.get(&0), Some(&Force::Kill));
+    assert_eq!(w.forced.get(&0), Some(&Force::Abandon));
     w.end(0, Outcome::success());
     w.at(100);
     assert!(w.published.is_empty());
@@ -269,7 +269,7 @@ fn stop_kills_at_once_reports_and_exits_even_when_nobody_answers() {
     w.run(0, 0, 2);
     w.give(Input::Drain);
     w.give(Input::Stop);
-    assert_eq!(w.forced.get(&0), Some(&Force::Kill));
+    assert_eq!(w.forced.get(&0), Some(&Force::Abandon));
     w.end(0, Outcome::failed(FailureClass::Signal, "9".into()));
     w.at(4_000);
     w.at(9_000);

@@ -19,6 +19,8 @@ use super::tree;
 
 /// How long killing is tried before a process counts as stuck (in the kernel, usually on a dead disk).
 const KILL_TIME: Duration = Duration::from_secs(5);
+/// How often orphans that ended while their task still runs are reaped, so that they don't fill its process limit, in seconds.
+const REAP_EVERY_S: i64 = 1;
 /// Longest pause between two rounds of killing: strays are few and die within a millisecond or two.
 const KILL_PAUSE_MAX: Duration = Duration::from_millis(20);
 
@@ -85,17 +87,24 @@ impl Shim {
     /// Waits for the end, and obeys meanwhile. `None`: the worker is gone, and everything was killed.
     fn watch(&self, running: &Running, buffer: &mut [u8]) -> Option<Exited> {
         let mut gone = false;
+        let mut orphans = Exited::default();
         loop {
             let mut waited = [
                 PollFd::new(&running.pidfd, PollFlags::IN),
                 PollFd::new(&self.socket, PollFlags::IN),
             ];
-            if rustix::event::poll(&mut waited, None).is_err() {
-                continue;
+            let every = rustix::event::Timespec { tv_sec: REAP_EVERY_S, tv_nsec: 0 };
+            match rustix::event::poll(&mut waited, Some(&every)) {
+                Ok(0) => {
+                    reap_orphans(running.pid, &mut orphans);
+                    continue;
+                }
+                Ok(_) => {}
+                Err(_) => continue,
             }
             let (ended, spoken) = (!waited[0].revents().is_empty(), !waited[1].revents().is_empty());
             if ended {
-                let exited = self.reap(running);
+                let exited = self.reap(running, orphans);
                 return (!gone).then_some(exited);
             }
             if spoken {
@@ -135,8 +144,8 @@ impl Shim {
         }
     }
 
-    fn reap(&self, running: &Running) -> Exited {
-        let mut exited = Exited::default();
+    /// `exited` holds what orphans used that were reaped already.
+    fn reap(&self, running: &Running, mut exited: Exited) -> Exited {
         if let Some((_, status)) = wait(running.pid, libc::WNOHANG, &mut exited) {
             if libc::WIFSIGNALED(status) {
                 exited.signal = Some(libc::WTERMSIG(status));
@@ -152,18 +161,21 @@ impl Shim {
     fn reap_all(&self, exited: &mut Exited) -> bool {
         let begin = Instant::now();
         let mut pause = Duration::from_micros(200);
+        // Orphans that had ended by themselves are no strays.
+        let mut killing = false;
         loop {
             loop {
                 match wait(-1, libc::WNOHANG, exited) {
                     // No child at all: as orphans become our children, nothing below us is left either.
                     None => return true,
                     Some((0, _)) => break,
-                    Some(_) => exited.strays += 1,
+                    Some(_) => exited.strays += u32::from(killing),
                 }
             }
             if begin.elapsed() > KILL_TIME {
                 return false;
             }
+            killing = true;
             for pid in tree::others(self.procs.as_deref()) {
                 // SAFETY: plain system call, on descendants of ours.
                 unsafe {
@@ -199,6 +211,21 @@ impl Shim {
                 Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
                 Err(_) => return None,
             }
+        }
+    }
+}
+
+/// Waits for every child that has ended but `but`, whose end is the task's and is taken elsewhere.
+fn reap_orphans(but: libc::pid_t, exited: &mut Exited) {
+    loop {
+        // SAFETY: a zeroed siginfo is a valid one and ours; NOWAIT only looks.
+        let pid = unsafe {
+            let mut info: libc::siginfo_t = std::mem::zeroed();
+            let options = libc::WEXITED | libc::WNOHANG | libc::WNOWAIT;
+            if libc::waitid(libc::P_ALL, 0, &raw mut info, options) < 0 { 0 } else { info.si_pid() }
+        };
+        if pid == 0 || pid == but || wait(pid, libc::WNOHANG, exited).is_none() {
+            return;
         }
     }
 }

@@ -194,3 +194,27 @@ async fn spawn_rate() {
     }
     println!("std Command on two threads: {:.0} a second", f64::from(TASKS) / begin.elapsed().as_secs_f64());
 }
+
+#[tokio::test]
+async fn a_killed_zygote_is_replaced_and_a_killed_shim_noticed() {
+    let (spawner, shim) = shim().await;
+    let zygote = spawner.pid().cast_signed();
+    // SAFETY: kills and reaps our own child.
+    unsafe {
+        libc::kill(zygote, libc::SIGKILL);
+        libc::waitpid(zygote, std::ptr::null_mut(), 0);
+    }
+    assert!(matches!(shim.reply().await, Err(SpawnerError::ShimGone)));
+    let shim = spawner.shim(Vec::new(), None).await.expect("another");
+    assert_ne!(spawner.pid().cast_signed(), zygote);
+    let (reply, out, _) = run(&shim, command(&["sh", "-c", "cat /proc/$PPID/environ | tr -d '\\0'"]), None).await;
+    assert_eq!((exited(reply).code, out.as_str()), (Some(0), ""), "a task sees nothing of the worker through its parent");
+}
+
+#[tokio::test]
+async fn orphans_that_ended_are_no_strays() {
+    let (_spawner, shim) = shim().await;
+    let (reply, ..) = run(&shim, command(&["sh", "-c", "(true &) ; (true &) ; sleep 0.1"]), None).await;
+    let exited = exited(reply);
+    assert_eq!((exited.code, exited.strays), (Some(0), 0));
+}

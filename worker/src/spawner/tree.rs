@@ -15,13 +15,13 @@ pub fn others(procs: Option<&str>) -> Vec<libc::pid_t> {
     descendants(own)
 }
 
-/// Every process below `root`.
+/// Every process below `root` that still runs: a zombie has nothing below it and can't be killed again.
 pub fn descendants(root: libc::pid_t) -> Vec<libc::pid_t> {
     let Ok(folder) = fs::read_dir("/proc") else { return Vec::new() };
     let pairs: Vec<(libc::pid_t, libc::pid_t)> = folder
         .flatten()
         .filter_map(|entry| entry.file_name().to_str()?.parse().ok())
-        .filter_map(|pid: libc::pid_t| Some((pid, stat_field(pid, 1)?)))
+        .filter_map(|pid: libc::pid_t| Some((pid, running(&stat(pid)?)?)))
         .collect();
     let mut found = vec![root];
     let mut at = 0;
@@ -35,14 +35,20 @@ pub fn descendants(root: libc::pid_t) -> Vec<libc::pid_t> {
 
 /// The process group of a process.
 pub fn group_of(pid: libc::pid_t) -> Option<libc::pid_t> {
-    stat_field(pid, 2)
+    stat(pid)?.split_ascii_whitespace().nth(2)?.parse().ok()
 }
 
-/// The n-th field after the name in /proc/PID/stat: 1 is the parent, 2 the process group.
-fn stat_field(pid: libc::pid_t, n: usize) -> Option<libc::pid_t> {
+/// What stands behind the name in /proc/PID/stat: state, parent, process group, …
+fn stat(pid: libc::pid_t) -> Option<String> {
     let text = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
     // The name stands in parentheses and may itself hold spaces and parentheses.
-    text.rsplit_once(')')?.1.split_ascii_whitespace().nth(n)?.parse().ok()
+    text.rsplit_once(')').map(|(_, rest)| rest.to_owned())
+}
+
+/// The parent, unless the process is a zombie.
+fn running(stat: &str) -> Option<libc::pid_t> {
+    let mut fields = stat.split_ascii_whitespace();
+    if fields.next()? == "Z" { None } else { fields.next()?.parse().ok() }
 }
 
 /// The number behind `oom_kill` in memory.events (v2) or memory.oom_control (v1).

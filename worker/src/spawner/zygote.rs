@@ -52,9 +52,32 @@ fn set_up() {
         let no_core = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
         libc::setrlimit(libc::RLIMIT_CORE, &raw const no_core);
         libc::prctl(libc::PR_SET_NAME, c"volley-zygote".as_ptr());
+        // A task can look at /proc of its parent, which is a shim: the worker's credentials must not be in there. Root can look
+        // anyway, so the environment is wiped as well.
+        libc::prctl(libc::PR_SET_DUMPABLE, 0, 0, 0, 0);
+        wipe_environment();
     }
-    // Not ours: whatever was open when the worker forked us, but the socket and the standard streams.
     let _ = rustix::process::set_child_subreaper(Some(rustix::process::getpid()));
+}
+
+/// Overwrites every variable, where /proc/PID/environ reads them.
+///
+/// # Safety
+/// Only in a process of one thread that reads no environment afterwards.
+unsafe fn wipe_environment() {
+    // SAFETY: the list ends with a null pointer, and each text with a NUL byte; both are ours since the fork.
+    unsafe {
+        let mut at = environ;
+        while !at.is_null() && !(*at).is_null() {
+            libc::memset((*at).cast(), 0, libc::strlen(*at));
+            at = at.add(1);
+        }
+    }
+}
+
+unsafe extern "C" {
+    /// The C library's list of variables.
+    static environ: *const *mut libc::c_char;
 }
 
 fn make_shim(zygote_socket: &OwnedFd, request: MakeShim, socket: OwnedFd) {

@@ -4,6 +4,8 @@
 
 use tokio::sync::watch;
 
+use crate::core::Totals;
+
 /// What a worker is wished to do. Rises only.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Wish {
@@ -24,6 +26,10 @@ pub struct Status {
     pub running: u32,
     /// Bundles held.
     pub bundles: usize,
+    /// Bytes of ends that are not in the log yet.
+    pub unsent_bytes: usize,
+    /// Counts since it began.
+    pub totals: Totals,
 }
 
 /// For whoever started the worker.

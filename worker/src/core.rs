@@ -18,7 +18,7 @@ use crate::claim::Heard;
 use crate::report::{Origin, Outbox};
 use crate::slots::{Capacity, Slots};
 
-pub use words::{Action, CoreConfig, Input, JobAnswer, JobFacts};
+pub use words::{Action, CoreConfig, Input, JobAnswer, JobFacts, Totals};
 
 /// Wait before a beat that got no answer is repeated, in milliseconds: shorter than the beat, so that one lost message costs little.
 const BEAT_RETRY_MS: u64 = 1_000;
@@ -75,6 +75,7 @@ pub struct Core {
     outbox: Outbox,
     beat_at_ms: u64,
     beat_out: bool,
+    totals: Totals,
 }
 
 impl Core {
@@ -98,6 +99,7 @@ impl Core {
             outbox: Outbox::new(config.worker.clone(), incarnation, config.linger_ms),
             beat_at_ms: now_ms,
             beat_out: false,
+            totals: Totals::default(),
             config,
         }
     }
@@ -132,6 +134,18 @@ impl Core {
         self.slots.waiting()
     }
 
+    /// Counts, for metrics.
+    #[must_use]
+    pub fn totals(&self) -> Totals {
+        self.totals
+    }
+
+    /// Bytes of ends that are not in the log yet.
+    #[must_use]
+    pub fn unsent_bytes(&self) -> usize {
+        self.outbox.unsent_bytes()
+    }
+
     /// Takes an input and says what to do, in order.
     pub fn handle(&mut self, now_ms: u64, input: Input, out: &mut Vec<Action>) {
         match input {
@@ -156,14 +170,17 @@ impl Core {
             Input::ReportFailed { incarnation, number } => {
                 if incarnation == self.heard.incarnation {
                     // An answer to an earlier repeat says nothing new.
-                    let _ = self.outbox.failed(now_ms, number);
+                    if self.outbox.failed(now_ms, number).is_ok() {
+                        self.totals.reports_repeated += 1;
+                    }
                 }
             }
             Input::Drain => self.on_drain(now_ms),
             Input::Stop => self.on_stop(now_ms, out),
             Input::Born(incarnation) => {
                 if self.going == Going::Unborn {
-                    *self = Self::new(self.config.clone(), incarnation, now_ms);
+                    let totals = self.totals;
+                    *self = Self { totals, ..Self::new(self.config.clone(), incarnation, now_ms) };
                 }
             }
             Input::Tick => {}
@@ -249,7 +266,9 @@ impl Core {
             }
         }
         if !silent {
-            self.outbox.push(now_ms, current.attempt.end(now_ms, outcome), origin);
+            let end = current.attempt.end(now_ms, outcome);
+            self.totals.count(&end);
+            self.outbox.push(now_ms, end, origin);
         }
         self.drop_if_done(current.bundle);
     }
@@ -260,6 +279,7 @@ impl Core {
         }
         // An answer to an earlier repeat says nothing new.
         let Ok(origins) = self.outbox.acked(number, sequence) else { return };
+        self.totals.reports += 1;
         for origin in origins {
             if let Some(bundle) = self.bundles.get_mut(&origin.bundle) {
                 bundle.done(origin.place);

@@ -119,6 +119,8 @@ impl<B: Bus, O: Objects> Driver<B, O> {
                 joined: self.core.is_joined(),
                 running: self.core.running(),
                 bundles: self.core.held(),
+                unsent_bytes: self.core.unsent_bytes(),
+                totals: self.core.totals(),
             });
         }
         tracing::info!(worker = %self.worker, "worker ends");

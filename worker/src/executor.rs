@@ -84,7 +84,13 @@ impl<B: Bus, O: Objects> Executor<B, O> {
     /// Runs attempts until the driver is gone.
     pub async fn serve(mut self, mut orders: mpsc::Receiver<SlotOrder>) {
         while let Some(SlotOrder { name, job }) = orders.recv().await {
-            let span = tracing::info_span!("attempt", job = %name.job, task = name.index, attempt = name.number);
+            let span = tracing::info_span!(
+                "attempt",
+                job = %name.job,
+                task = name.index,
+                attempt = name.number,
+                trace = job.trace.as_deref()
+            );
             let run = AssertUnwindSafe(self.run(&name, &job).instrument(span)).catch_unwind();
             let outcome = match run.await {
                 Ok(outcome) => outcome,

@@ -3,13 +3,17 @@
 
 mod support;
 
+use std::path::PathBuf;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use support::{World, sha256, state, text};
+use volley_jobspecs::expand::ItemPlan;
 use volley_jobspecs::failure::FailureClass;
 use volley_jobspecs::ids::{Incarnation, JobId};
 use volley_jobspecs::keys;
+use volley_jobspecs::pages::PageCutter;
+use volley_jobspecs::wire::plan::SpecRef;
 use volley_jobspecs::wire::record::Run;
 use volley_jobspecs::wire::report::Ending;
 use volley_jobspecs::wire::work::Order;
@@ -326,6 +330,83 @@ async fn a_job_nobody_knows_is_given_up_and_another_life_is_ignored() {
     assert_eq!(end.ending, failed(FailureClass::HostLost));
     assert_ne!(w.incarnation(), Incarnation(0));
     w.finish().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn items_come_from_pages_and_a_large_spec_from_the_bucket() {
+    let mut w = World::start(|_| {}).await;
+    let plan = ItemPlan::new(&serde_json::from_str(r#"{"lines":{"upload":"u1"}}"#).unwrap()).unwrap();
+    let mut cutter = PageCutter::new(plan.file().unwrap());
+    let mut pages = Vec::new();
+    let lines: String = (0..2_500).map(|n| format!("line {n}\n")).collect();
+    cutter.feed(lines.as_bytes(), &mut pages).unwrap();
+    let index = cutter.finish(&mut pages).unwrap();
+    for (number, page) in (0..).zip(&pages) {
+        w.objects.put_now(&keys::items_page(&index.hash(), number), &page.bytes);
+    }
+    w.objects.put_now(&keys::items_index(&index.hash()), &index.to_json());
+    let (job, _) = w.job(r#"{"count":2500}"#, &task(r#""command":["echo","${item}"]"#));
+    let mut offered = w.offered(job);
+    let SpecRef::Inline(spec) = &offered.spec else { panic!() };
+    let spec = String::from_utf8(spec.to_vec()).unwrap().replace(r#"{"count":2500}"#, r#"{"lines":{"upload":"u1"}}"#);
+    let hash = blake3::hash(spec.as_bytes()).to_hex().to_string();
+    w.objects.put_now(&keys::spec(&hash), spec.as_bytes());
+    offered.spec = SpecRef::Stored { hash, len: spec.len() as u64 };
+    offered.plan.items = Some(index.hash());
+    w.offer(offered);
+    let orders = vec![w.bundle(job, 0, 1).1, w.bundle(job, 1_000, 1).1, w.bundle(job, 2_499, 1).1];
+    w.order(orders).await;
+    w.until("3 ends", |w| w.ends().len() == 3).await;
+    for end in w.ends() {
+        assert_eq!(text(&end.stdout), format!("line {}\n", end.name.index), "{end:?}");
+    }
+    w.finish().await;
+}
+
+/// The other half of the next test: a worker in a process of its own, until it is killed.
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "run by the test below"]
+async fn a_worker_that_will_be_killed() {
+    let Some(dir) = std::env::var_os("VOLLEY_TEST_DIR").map(PathBuf::from) else { return };
+    let world = tempfile::Builder::new().disable_cleanup(true).tempdir_in(&dir).unwrap();
+    std::fs::write(dir.join("world"), world.path().as_os_str().as_encoded_bytes()).unwrap();
+    let mut w = World::start_in(world, |config| config.cgroups = true).await;
+    let script = format!("setsid sh -c 'echo $$ > {0}/daemon; exec sleep 300' & echo $$ > {0}/main; wait", dir.display());
+    w.run_one(&task(&format!(r#""command":"{script}""#))).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn nothing_of_a_killed_worker_runs_when_the_next_one_joins() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut child = std::process::Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "a_worker_that_will_be_killed", "--ignored"])
+        .env("VOLLEY_TEST_DIR", dir.path())
+        .stdout(std::process::Stdio::null())
+        .spawn()
+        .unwrap();
+    let begin = Instant::now();
+    let read = |name: &str| std::fs::read_to_string(dir.path().join(name)).unwrap_or_default();
+    while read("daemon").is_empty() || read("main").is_empty() {
+        assert!(begin.elapsed() < Duration::from_secs(20));
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    let (daemon, main, world) = (read("daemon"), read("main"), read("world"));
+    assert!(alive(&daemon) && alive(&main));
+    child.kill().unwrap();
+    child.wait().unwrap();
+    // The next worker has the directory only once the last one's processes are gone.
+    let (handle, control) = volley_worker::control();
+    let w = World::start(|_| {}).await;
+    let mut config = volley_worker::Config::new(volley_jobspecs::ids::WorkerId::new("w1").unwrap(), world.into());
+    config.beat_ms = 100;
+    let running = tokio::spawn(volley_worker::run(config, w.bus.clone(), w.objects.clone(), None, control));
+    while !handle.status().joined {
+        assert!(begin.elapsed() < Duration::from_secs(40));
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    assert!(!alive(&daemon) && !alive(&main));
+    handle.stop();
+    running.await.unwrap().unwrap();
 }
 
 /// `cargo test -p volley-worker --test process_tier rates -- --ignored --nocapture`

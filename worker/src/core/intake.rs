@@ -91,6 +91,7 @@ impl Core {
                 stderr: None,
                 outputs: None,
             };
+            self.totals.count(&end);
             self.outbox.push(now_ms, end, Origin { bundle: id, place });
         }
         if !bundle.has_waiting() {

@@ -4,6 +4,7 @@
 
 use volley_jobspecs::ids::{AttemptName, Incarnation, JobId, WorkerId};
 use volley_jobspecs::wire::plan::{Isolation, Needs};
+use volley_jobspecs::wire::report::{AttemptEnd, Ending};
 use volley_jobspecs::wire::work::{Beat, BeatAnswer, WorkAnswer, WorkMessage, WorkerInfo};
 
 use crate::attempt::{Force, Outcome, Progress};
@@ -164,4 +165,43 @@ pub enum Action {
     NewLife,
     /// The worker is done. Comes once, last.
     Exit,
+}
+
+/// Counts since the worker began, over all its lives; for metrics.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Totals {
+    /// Attempts that succeeded.
+    pub succeeded: u64,
+    /// Attempts that failed by themselves.
+    pub failed: u64,
+    /// Attempts that failed through no fault of the task.
+    pub infra_failed: u64,
+    /// Attempts handed back before they began.
+    pub returned: u64,
+    /// Reports that are in the log.
+    pub reports: u64,
+    /// Publishes of reports that had to be repeated.
+    pub reports_repeated: u64,
+    /// Milliseconds spent in *prepare* and *restore*, summed over attempts.
+    pub prepare_ms: u64,
+    /// Milliseconds spent in *execute*.
+    pub execute_ms: u64,
+    /// Milliseconds spent in *persist*.
+    pub persist_ms: u64,
+}
+
+impl Totals {
+    /// Counts an end.
+    pub fn count(&mut self, end: &AttemptEnd) {
+        let counter = match end.ending {
+            Ending::Succeeded => &mut self.succeeded,
+            Ending::Failed(class) if class.is_infra() => &mut self.infra_failed,
+            Ending::Failed(_) => &mut self.failed,
+            Ending::Returned => &mut self.returned,
+        };
+        *counter += 1;
+        self.prepare_ms += u64::from(end.timing.prepare_ms);
+        self.execute_ms += u64::from(end.timing.run_ms);
+        self.persist_ms += u64::from(end.timing.persist_ms);
+    }
 }

@@ -206,15 +206,24 @@ impl World {
         let features = Features::with_isolation(&[Isolation::Process, Isolation::Null]);
         let valid = parse_and_validate(spec.as_bytes(), &features).unwrap_or_else(|e| panic!("{e}"));
         let tasks = valid.tasks().unwrap() as u32;
-        let found = JobForWorker {
+        self.offer(JobForWorker {
             job,
             tenant: TenantId::new("public").unwrap(),
             plan: plan::plan(&valid, tasks),
             spec: SpecRef::Inline(ByteVec::from(spec.into_bytes())),
             trace: None,
-        };
-        state(&self.bus).jobs.lock().unwrap().insert(job, wire::encode(&found));
+        });
         (job, tasks)
+    }
+
+    /// Makes a job known.
+    pub fn offer(&self, found: JobForWorker) {
+        state(&self.bus).jobs.lock().unwrap().insert(found.job, wire::encode(&found));
+    }
+
+    /// What is known of a job.
+    pub fn offered(&self, job: JobId) -> JobForWorker {
+        wire::decode("job", &state(&self.bus).jobs.lock().unwrap()[&job]).unwrap()
     }
 
     pub async fn order(&mut self, orders: Vec<Order>) {

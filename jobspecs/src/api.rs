@@ -429,3 +429,75 @@ api_type! {
         pub sha256: String,
     }
 }
+
+api_type! {
+    /// What a submit would do.
+    pub struct PlanAnswer {
+        /// How many tasks the job would have.
+        pub tasks: u32,
+        /// The first tasks as a worker would run them.
+        pub first: Vec<serde_json::Value>,
+        /// The last tasks, without those in `first`.
+        pub last: Vec<serde_json::Value>,
+    }
+}
+
+api_type! {
+    /// A piece of live output, a line of a job's log stream.
+    pub struct LogLine {
+        /// The task.
+        pub index: u32,
+        /// `stdout` or `stderr`.
+        pub stream: String,
+        /// The piece; bytes that are no UTF-8 are replaced.
+        pub text: String,
+    }
+}
+
+api_type! {
+    /// A tenant.
+    pub struct TenantView {
+        /// Its name.
+        pub tenant: String,
+        /// Share among tenants.
+        pub weight: u32,
+        /// Most tasks in jobs that have not ended.
+        pub active_tasks_max: Option<u64>,
+        /// Most jobs that have not ended.
+        pub active_jobs_max: Option<u32>,
+        /// Most bundles open at once.
+        pub concurrency: Option<u32>,
+        /// Highest priority class its jobs may ask for.
+        pub priority_max: i16,
+        /// Jobs that have not ended.
+        pub active_jobs: u32,
+        /// Tasks in jobs that have not ended.
+        pub active_tasks: u64,
+    }
+}
+
+api_type! {
+    /// The cluster, as this coordinator sees it.
+    pub struct ClusterView {
+        /// Its id, the same in the log, the bucket and every coordinator.
+        pub id: String,
+        /// This coordinator's build.
+        pub version: String,
+        /// The leading coordinator's name; none has led yet when empty.
+        pub leader: String,
+        /// Its term.
+        pub term: u64,
+        /// The last record applied here.
+        pub sequence: u64,
+        /// The record level in force.
+        pub level: u32,
+        /// Bytes of the log.
+        pub log_bytes: u64,
+        /// Most bytes of the log; none: no limit.
+        pub log_bytes_max: Option<u64>,
+        /// What specs may use: `process`, `container`, `volumes`, …
+        pub features: Vec<String>,
+        /// The bucket, as `s3://bucket/prefix`.
+        pub bucket: String,
+    }
+}

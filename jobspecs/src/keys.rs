@@ -44,6 +44,12 @@ pub fn job_manifest(job: JobId, round: u32) -> String {
     format!("jobs/{job}/manifest-{round}.json")
 }
 
+/// One page of a finished round's results, JSON lines, by its number.
+#[must_use]
+pub fn job_results(job: JobId, round: u32, page: u32) -> String {
+    format!("jobs/{job}/results-{round}/{page:06}.ndjson")
+}
+
 /// A spec too large for the log, by the blake3 hash of its bytes.
 #[must_use]
 pub fn spec(hash: &str) -> String {

@@ -39,6 +39,7 @@ pub fn plan(job: &ValidJob, tasks: u32) -> plan::JobPlan {
         retry: retry(&task.retry),
         needs: needs(task.isolation, &task.resources, &spec.placement),
         retention: retention(&spec.retention),
+        items: None,
     }
 }
 
@@ -157,6 +158,7 @@ mod tests {
                 limits: true,
             },
             retention: plan::Retention { job_ms: Some(3_600_000), failed_objects_ms: Some(3_600_000) },
+            items: None,
         };
         assert_eq!(got, wanted);
     }

@@ -18,6 +18,12 @@ pub const LEASE_KEY: &str = "leader";
 pub const BEATS_ALL: &str = "volley.beat.*";
 /// Requests of workers for a job's spec.
 pub const JOBS_ALL: &str = "volley.job.*";
+/// Watches of all jobs, for workers.
+pub const WATCH_ALL: &str = "volley.watch.*";
+/// How long one watch message lasts, in milliseconds: two repeats, so that one may be lost.
+pub const WATCH_MS: u64 = 10_000;
+/// How often whoever watches says so, in milliseconds.
+pub const WATCH_REPEAT_MS: u64 = 5_000;
 
 /// Where a tenant's submits enter the log.
 #[must_use]
@@ -59,6 +65,13 @@ pub fn job(job: JobId) -> String {
 #[must_use]
 pub fn live(job: JobId, index: u32) -> String {
     format!("volley.live.{job}.{index}")
+}
+
+/// Somebody watches a job: its workers publish its tasks' output on [`live`] for [`WATCH_MS`] after each such message, which is
+/// empty. No fact, no order: whoever watches repeats it every [`WATCH_REPEAT_MS`].
+#[must_use]
+pub fn watch(job: JobId) -> String {
+    format!("volley.watch.{job}")
 }
 
 /// Live output of all tasks of a job.

@@ -8,6 +8,7 @@
 //! |---|---|
 //! | 1 | everything here |
 
+pub mod live;
 pub mod plan;
 pub mod record;
 pub mod report;

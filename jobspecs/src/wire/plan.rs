@@ -62,6 +62,9 @@ pub struct JobPlan {
     /// How long things are kept after the job ended.
     #[n(14)]
     pub retention: Retention,
+    /// Hash of the index of its items' pages (`keys::items_index`), when they are in a file; set by whoever cut the file.
+    #[n(15)]
+    pub items: Option<String>,
 }
 
 /// At most `count` starts in any `per_ms` milliseconds.

@@ -22,7 +22,11 @@ pub struct JobsArg {
 
 /// Does something to each job and shows them as they are then. A job that fails doesn't keep the others from it; the first error is
 /// what the command fails with.
-pub async fn each_job(ctx: &Ctx, jobs: &[JobId], work: impl AsyncFn(&Client, JobId) -> Result<JobView, Error>) -> Result<Exit, CliError> {
+pub async fn each_job(
+    ctx: &Ctx,
+    jobs: &[JobId],
+    work: impl AsyncFn(&Client, JobId) -> Result<JobView, Error>,
+) -> Result<Exit, CliError> {
     let client = ctx.client()?;
     let (mut done, mut failed) = (Vec::new(), None);
     for job in jobs {
@@ -39,8 +43,12 @@ pub async fn each_job(ctx: &Ctx, jobs: &[JobId], work: impl AsyncFn(&Client, Job
     }
     if !done.is_empty() {
         match (done.as_slice(), jobs) {
-            ([one], [_]) => ctx.out.show(one, || jobs_table(&done, jiff::Timestamp::now()))?,
-            _ => ctx.out.show(&done, || jobs_table(&done, jiff::Timestamp::now()))?,
+            ([one], [_]) => ctx
+                .out
+                .show(one, || jobs_table(&done, jiff::Timestamp::now()))?,
+            _ => ctx
+                .out
+                .show(&done, || jobs_table(&done, jiff::Timestamp::now()))?,
         }
     }
     failed.map_or(Ok(Exit::Success), |error| Err(error.into()))

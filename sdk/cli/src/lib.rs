@@ -32,6 +32,7 @@ mod spec_file;
 mod summary;
 mod table;
 mod tag;
+pub mod telemetry;
 #[cfg(test)]
 mod testing;
 mod units;

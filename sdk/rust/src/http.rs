@@ -129,11 +129,19 @@ impl Answer {
     }
 
     pub(crate) fn broken(&self, why: impl Into<String>) -> Error {
-        Error::Broken { endpoint: shown(&self.endpoint), doing: self.doing.clone(), why: why.into() }
+        Error::Broken {
+            endpoint: shown(&self.endpoint),
+            doing: self.doing.clone(),
+            why: why.into(),
+        }
     }
 
     pub(crate) fn unexpected(&self, why: impl Into<String>) -> Error {
-        Error::Unexpected { endpoint: shown(&self.endpoint), doing: self.doing.clone(), why: why.into() }
+        Error::Unexpected {
+            endpoint: shown(&self.endpoint),
+            doing: self.doing.clone(),
+            why: why.into(),
+        }
     }
 
     pub(crate) fn endpoint(&self) -> &Url {
@@ -165,12 +173,20 @@ impl Answer {
         };
         let body = serde_json::from_slice(&bytes).unwrap_or_else(|_| ErrorBody {
             code: format!("http_{}", status.as_u16()),
-            message: format!("{} answered {status} to the request to {}; is that a Volley coordinator?", shown(&self.endpoint), self.doing),
+            message: format!(
+                "{} answered {status} to the request to {}; is that a Volley coordinator?",
+                shown(&self.endpoint),
+                self.doing
+            ),
             // What stands between: a proxy that is overloaded or has no coordinator behind it just now.
             retryable: matches!(status.as_u16(), 429 | 502 | 503 | 504),
             problems: Vec::new(),
         });
-        Error::Refused { status: status.as_u16(), doing: self.doing, body }
+        Error::Refused {
+            status: status.as_u16(),
+            doing: self.doing,
+            body,
+        }
     }
 }
 
@@ -179,13 +195,20 @@ fn shown(url: &Url) -> String {
 }
 
 fn silent(endpoint: &Url, doing: &str, waited: Duration) -> Error {
-    Error::Silent { endpoint: shown(endpoint), doing: doing.to_owned(), seconds: waited.as_secs() }
+    Error::Silent {
+        endpoint: shown(endpoint),
+        doing: doing.to_owned(),
+        seconds: waited.as_secs(),
+    }
 }
 
 impl Client {
     /// Sends once, without trying again.
     pub(crate) async fn send_once(&self, call: &Call) -> Result<Answer, Error> {
-        let body = call.body.as_ref().map(|(kind, bytes)| (*kind, Body::from(bytes.clone())));
+        let body = call
+            .body
+            .as_ref()
+            .map(|(kind, bytes)| (*kind, Body::from(bytes.clone())));
         self.send_body(call, body, Some(HEAD_MAX)).await
     }
 
@@ -215,7 +238,11 @@ impl Client {
         if let Ok(mut segments) = url.path_segments_mut() {
             segments.pop_if_empty().push("v1").extend(&call.path);
         }
-        let mut request = self.shared.http.request(call.method.clone(), url).query(&call.query);
+        let mut request = self
+            .shared
+            .http
+            .request(call.method.clone(), url)
+            .query(&call.query);
         if let Some(tenant) = &self.shared.tenant {
             request = request.query(&[("tenant", tenant)]);
         }
@@ -232,14 +259,27 @@ impl Client {
             request = request.header(CONTENT_TYPE, kind).body(body);
         }
         let sent = match head_max {
-            Some(head_max) => tokio::time::timeout(head_max, request.send()).await.map_err(|_| silent(endpoint, &call.doing, head_max))?,
+            Some(head_max) => tokio::time::timeout(head_max, request.send())
+                .await
+                .map_err(|_| silent(endpoint, &call.doing, head_max))?,
             None => request.send().await,
         };
         let response = sent.map_err(|error| failed(error, endpoint, &call.doing))?;
-        let sequence = response.headers().get(SEQUENCE_HEADER).and_then(|value| value.to_str().ok()?.parse().ok());
+        let sequence = response
+            .headers()
+            .get(SEQUENCE_HEADER)
+            .and_then(|value| value.to_str().ok()?.parse().ok());
         self.observe_sequence(sequence.unwrap_or(0));
-        let answer = Answer { response, endpoint: endpoint.clone(), doing: call.doing.clone() };
-        if answer.status().is_success() { Ok(answer) } else { Err(answer.refusal().await) }
+        let answer = Answer {
+            response,
+            endpoint: endpoint.clone(),
+            doing: call.doing.clone(),
+        };
+        if answer.status().is_success() {
+            Ok(answer)
+        } else {
+            Err(answer.refusal().await)
+        }
     }
 
     /// Sends, with further tries; the body is still to be read.
@@ -249,7 +289,10 @@ impl Client {
 
     /// Sends and reads the answer, with further tries.
     pub(crate) async fn json<T: DeserializeOwned>(&self, call: &Call) -> Result<T, Error> {
-        self.retry(call.repeat, || async { self.send_once(call).await?.json().await }).await
+        self.retry(call.repeat, || async {
+            self.send_once(call).await?.json().await
+        })
+        .await
     }
 
     /// Sends, with further tries; what the answer says doesn't matter.
@@ -276,22 +319,39 @@ impl Client {
     }
 
     fn backoff(&self) -> ExponentialBuilder {
-        let Retry { first_contact, budget, backoff_first, backoff_max } = self.shared.retry;
+        let Retry {
+            first_contact,
+            budget,
+            backoff_first,
+            backoff_max,
+        } = self.shared.retry;
         ExponentialBuilder::default()
             .with_jitter()
             .with_min_delay(backoff_first)
             .with_max_delay(backoff_max)
             .without_max_times()
-            .with_total_delay(Some(if self.sequence() == 0 { first_contact } else { budget }))
+            .with_total_delay(Some(if self.sequence() == 0 {
+                first_contact
+            } else {
+                budget
+            }))
     }
 }
 
 fn failed(error: reqwest::Error, endpoint: &Url, doing: &str) -> Error {
     let (endpoint, doing) = (shown(endpoint), doing.to_owned());
     if error.is_connect() {
-        Error::Unreachable { endpoint, doing, source: error.without_url() }
+        Error::Unreachable {
+            endpoint,
+            doing,
+            source: error.without_url(),
+        }
     } else {
-        Error::Broken { endpoint, doing, why: root_cause(&error) }
+        Error::Broken {
+            endpoint,
+            doing,
+            why: root_cause(&error),
+        }
     }
 }
 
@@ -304,7 +364,10 @@ pub(crate) struct Patience {
 
 impl Patience {
     pub(crate) fn new(client: Client) -> Self {
-        Self { client, waits: None }
+        Self {
+            client,
+            waits: None,
+        }
     }
 
     /// Something came.
@@ -323,8 +386,12 @@ impl Patience {
         if let Some(endpoint) = endpoint {
             self.client.leave_endpoint(endpoint);
         }
-        let waits = self.waits.get_or_insert_with(|| self.client.backoff().build());
-        let Some(wait) = waits.next() else { return Err(error) };
+        let waits = self
+            .waits
+            .get_or_insert_with(|| self.client.backoff().build());
+        let Some(wait) = waits.next() else {
+            return Err(error);
+        };
         self.client.tell(&error, wait);
         tokio::time::sleep(wait).await;
         Ok(())

@@ -37,10 +37,10 @@ mod tasks;
 mod upload;
 mod watch;
 
-pub use client::Client;
+pub use bytes::Bytes;
+pub use client::{Client, http_client_for};
 pub use config::{ClusterFile, Config, Retry};
 pub use error::Error;
-pub use bytes::Bytes;
 pub use fetch::Output;
 pub use jobs::JobsQuery;
 pub use logs::{JobLogs, LogStream, TaskLogsQuery};

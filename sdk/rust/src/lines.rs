@@ -5,8 +5,8 @@
 use bytes::{Buf as _, BytesMut};
 
 use crate::error::Error;
-use bytes::Bytes;
 use crate::http::Answer;
+use bytes::Bytes;
 
 /// Longest line, in bytes: a result row with every tail full and every byte escaped is a tenth of it.
 const LINE_BYTES_MAX: usize = 1024 * 1024;
@@ -26,7 +26,10 @@ impl Splitter {
 
     /// The next whole line, without its line feed (and carriage return).
     pub(crate) fn pop(&mut self) -> Option<Bytes> {
-        let Some(at) = self.buffer[self.searched..].iter().position(|b| *b == b'\n') else {
+        let Some(at) = self.buffer[self.searched..]
+            .iter()
+            .position(|b| *b == b'\n')
+        else {
             self.searched = self.buffer.len();
             return None;
         };
@@ -54,7 +57,10 @@ pub(crate) struct Lines {
 
 impl Lines {
     pub(crate) fn new(answer: Answer) -> Self {
-        Self { answer, splitter: Splitter::default() }
+        Self {
+            answer,
+            splitter: Splitter::default(),
+        }
     }
 
     /// The next line; `None` at the regular end. An end within a line is a broken connection.
@@ -64,11 +70,15 @@ impl Lines {
                 return Ok(Some(line));
             }
             if self.splitter.rest() > LINE_BYTES_MAX {
-                return Err(self.answer.unexpected(format!("a line is longer than {LINE_BYTES_MAX} bytes")));
+                return Err(self
+                    .answer
+                    .unexpected(format!("a line is longer than {LINE_BYTES_MAX} bytes")));
             }
             match self.answer.chunk().await? {
                 Some(chunk) => self.splitter.push(&chunk),
-                None if self.splitter.rest() > 0 => return Err(self.answer.broken("it ended within a line")),
+                None if self.splitter.rest() > 0 => {
+                    return Err(self.answer.broken("it ended within a line"));
+                }
                 None => return Ok(None),
             }
         }

@@ -57,7 +57,8 @@ impl JobLogs {
                 None => return Ok(None),
                 Some(line) if line.is_empty() => {}
                 Some(line) => {
-                    let piece = serde_json::from_slice(&line).map_err(|error| self.lines.answer.unexpected(error.to_string()));
+                    let piece = serde_json::from_slice(&line)
+                        .map_err(|error| self.lines.answer.unexpected(error.to_string()));
                     return piece.map(Some);
                 }
             }
@@ -66,7 +67,9 @@ impl JobLogs {
 
     /// As a stream, for combinators; it ends after an error.
     pub fn into_stream(self) -> impl Stream<Item = Result<LogLine, Error>> + Send {
-        futures::stream::try_unfold(self, |mut logs| async move { Ok(logs.next().await?.map(|line| (line, logs))) })
+        futures::stream::try_unfold(self, |mut logs| async move {
+            Ok(logs.next().await?.map(|line| (line, logs)))
+        })
     }
 }
 
@@ -75,13 +78,26 @@ impl Client {
     ///
     /// # Errors
     /// Code `not_found` when there is no such job, task or attempt.
-    pub async fn task_logs(&self, job: JobId, index: u32, query: &TaskLogsQuery) -> Result<LogStream, Error> {
-        let path = ["jobs", &job.to_string(), "tasks", &index.to_string(), "logs"];
+    pub async fn task_logs(
+        &self,
+        job: JobId,
+        index: u32,
+        query: &TaskLogsQuery,
+    ) -> Result<LogStream, Error> {
+        let path = [
+            "jobs",
+            &job.to_string(),
+            "tasks",
+            &index.to_string(),
+            "logs",
+        ];
         let call = Call::get(&path, format!("read the logs of task {index} of {job}"))
             .query_if("stream", query.stream.as_ref())
             .query_if("attempt", query.attempt)
             .query("follow", query.follow);
-        Ok(LogStream { answer: self.open(&call).await? })
+        Ok(LogStream {
+            answer: self.open(&call).await?,
+        })
     }
 
     /// What the tasks of a job write from now on.
@@ -89,7 +105,13 @@ impl Client {
     /// # Errors
     /// Code `not_found` when there is no such job.
     pub async fn job_logs(&self, job: JobId) -> Result<JobLogs, Error> {
-        let call = Call::get(&["jobs", &job.to_string(), "logs"], format!("follow the logs of {job}")).query("follow", true);
-        Ok(JobLogs { lines: Lines::new(self.open(&call).await?) })
+        let call = Call::get(
+            &["jobs", &job.to_string(), "logs"],
+            format!("follow the logs of {job}"),
+        )
+        .query("follow", true);
+        Ok(JobLogs {
+            lines: Lines::new(self.open(&call).await?),
+        })
     }
 }

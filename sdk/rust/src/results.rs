@@ -35,7 +35,10 @@ impl ResultsQuery {
     /// Everything until the job has ended.
     #[must_use]
     pub fn follow() -> Self {
-        Self { after: None, follow: true }
+        Self {
+            after: None,
+            follow: true,
+        }
     }
 
     /// Only rows behind this cursor, which an earlier row carried.
@@ -75,7 +78,11 @@ impl Client {
             client: self.clone(),
             job,
             after: query.after,
-            phase: if query.follow { Phase::Follow } else { Phase::Drain },
+            phase: if query.follow {
+                Phase::Follow
+            } else {
+                Phase::Drain
+            },
             lines: None,
             patience: Patience::new(self.clone()),
         }
@@ -94,7 +101,10 @@ impl Results {
                 }
                 Ok(None) => {}
                 Err(error) => {
-                    let endpoint = self.lines.take().map(|lines| lines.answer.endpoint().clone());
+                    let endpoint = self
+                        .lines
+                        .take()
+                        .map(|lines| lines.answer.endpoint().clone());
                     if let Err(error) = self.patience.wait(error, endpoint.as_ref()).await {
                         self.phase = Phase::Done;
                         return Some(Err(error));
@@ -113,22 +123,29 @@ impl Results {
 
     /// As a stream, for combinators.
     pub fn into_stream(self) -> impl Stream<Item = Result<ResultRow, Error>> + Send {
-        futures::stream::unfold(self, |mut results| async move { results.next().await.map(|row| (row, results)) })
+        futures::stream::unfold(self, |mut results| async move {
+            results.next().await.map(|row| (row, results))
+        })
     }
 
     /// One step: a row, or progress of another kind.
     async fn step(&mut self) -> Result<Option<ResultRow>, Error> {
         let Some(lines) = &mut self.lines else {
-            let call = Call::get(&["jobs", &self.job.to_string(), "results"], format!("read the results of {}", self.job))
-                .query("follow", self.phase == Phase::Follow)
-                .query_if("after", self.after.as_ref());
+            let call = Call::get(
+                &["jobs", &self.job.to_string(), "results"],
+                format!("read the results of {}", self.job),
+            )
+            .query("follow", self.phase == Phase::Follow)
+            .query_if("after", self.after.as_ref());
             self.lines = Some(Lines::new(self.client.send_once(&call).await?));
             return Ok(None);
         };
         match lines.next().await? {
             // A keep-alive.
             Some(line) if line.is_empty() => Ok(None),
-            Some(line) => serde_json::from_slice(&line).map(Some).map_err(|error| lines.answer.unexpected(error.to_string())),
+            Some(line) => serde_json::from_slice(&line)
+                .map(Some)
+                .map_err(|error| lines.answer.unexpected(error.to_string())),
             None => self.ended().await.map(|()| None),
         }
     }

@@ -23,7 +23,8 @@ impl EventReader {
                 self.data.push(b'\n');
             }
             self.has_data = true;
-            self.data.extend_from_slice(data.strip_prefix(b" ").unwrap_or(data));
+            self.data
+                .extend_from_slice(data.strip_prefix(b" ").unwrap_or(data));
         }
         None
     }
@@ -36,8 +37,20 @@ mod tests {
     #[test]
     fn comments_and_ids_are_no_events_and_several_data_lines_are_one() {
         let mut reader = EventReader::default();
-        let lines = [": keep-alive", "", "id: 7", "event: job", "data: {\"a\":", "data:1}", "", "data: x"];
-        let events: Vec<Vec<u8>> = lines.iter().filter_map(|line| reader.line(line.as_bytes())).collect();
+        let lines = [
+            ": keep-alive",
+            "",
+            "id: 7",
+            "event: job",
+            "data: {\"a\":",
+            "data:1}",
+            "",
+            "data: x",
+        ];
+        let events: Vec<Vec<u8>> = lines
+            .iter()
+            .filter_map(|line| reader.line(line.as_bytes()))
+            .collect();
         assert_eq!(events, [b"{\"a\":\n1}".to_vec()]);
     }
 }

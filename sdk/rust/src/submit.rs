@@ -9,9 +9,9 @@ use volley_jobspecs::spec::JobSpec;
 
 use crate::client::Client;
 use crate::error::Error;
-use bytes::Bytes;
 use crate::http::Call;
 use crate::model::PlanAnswer;
+use bytes::Bytes;
 
 /// A job spec as JSON text.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -63,7 +63,10 @@ impl IdempotencyKey {
             Ok(Self(text.to_owned()))
         } else {
             let why = "it should be 1 to 128 visible ASCII characters".into();
-            Err(Error::Setting { setting: format!("the idempotency key {text:?}"), why })
+            Err(Error::Setting {
+                setting: format!("the idempotency key {text:?}"),
+                why,
+            })
         }
     }
 
@@ -98,15 +101,28 @@ impl Client {
     ///
     /// # Errors
     /// As [`Client::submit`]; code `conflict` when the key belongs to another spec.
-    pub async fn submit_as(&self, spec: impl Into<Spec>, key: &IdempotencyKey) -> Result<Submitted, Error> {
-        let call = Call::post(&["jobs"], "submit the job").header(IDEMPOTENCY_HEADER, key.as_str()).json_text(spec.into().0);
+    pub async fn submit_as(
+        &self,
+        spec: impl Into<Spec>,
+        key: &IdempotencyKey,
+    ) -> Result<Submitted, Error> {
+        let call = Call::post(&["jobs"], "submit the job")
+            .header(IDEMPOTENCY_HEADER, key.as_str())
+            .json_text(spec.into().0);
         let answer: SubmitAnswer = self.json(&call).await?;
-        let job = answer.job.parse().map_err(|error: volley_jobspecs::ids::IdError| Error::Unexpected {
-            endpoint: self.endpoint(),
-            doing: call.doing.clone(),
-            why: error.to_string(),
-        })?;
-        Ok(Submitted { job, tasks: answer.tasks, existed: answer.existed })
+        let job = answer
+            .job
+            .parse()
+            .map_err(|error: volley_jobspecs::ids::IdError| Error::Unexpected {
+                endpoint: self.endpoint(),
+                doing: call.doing.clone(),
+                why: error.to_string(),
+            })?;
+        Ok(Submitted {
+            job,
+            tasks: answer.tasks,
+            existed: answer.existed,
+        })
     }
 
     /// Asks the cluster what a submit would create. Creates nothing.
@@ -114,7 +130,12 @@ impl Client {
     /// # Errors
     /// As [`Client::submit`].
     pub async fn plan(&self, spec: impl Into<Spec>) -> Result<PlanAnswer, Error> {
-        self.json(&Call::post(&["jobs"], "plan the job").query("dryRun", true).json_text(spec.into().0)).await
+        self.json(
+            &Call::post(&["jobs"], "plan the job")
+                .query("dryRun", true)
+                .json_text(spec.into().0),
+        )
+        .await
     }
 }
 

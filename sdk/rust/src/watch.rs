@@ -29,7 +29,14 @@ impl Client {
     /// Watches a job. The first event says how it stands now, the last one that it has ended.
     #[must_use]
     pub fn watch(&self, job: JobId) -> Watch {
-        Watch { client: self.clone(), job, lines: None, last: None, ended: false, patience: Patience::new(self.clone()) }
+        Watch {
+            client: self.clone(),
+            job,
+            lines: None,
+            last: None,
+            ended: false,
+            patience: Patience::new(self.clone()),
+        }
     }
 
     /// Waits until a job has ended.
@@ -61,7 +68,10 @@ impl Watch {
                 }
                 Ok(None) => {}
                 Err(error) => {
-                    let endpoint = self.lines.take().map(|(lines, _)| lines.answer.endpoint().clone());
+                    let endpoint = self
+                        .lines
+                        .take()
+                        .map(|(lines, _)| lines.answer.endpoint().clone());
                     if let Err(error) = self.patience.wait(error, endpoint.as_ref()).await {
                         self.ended = true;
                         return Some(Err(error));
@@ -74,23 +84,34 @@ impl Watch {
 
     /// As a stream, for combinators.
     pub fn into_stream(self) -> impl Stream<Item = Result<EventView, Error>> + Send {
-        futures::stream::unfold(self, |mut watch| async move { watch.next().await.map(|event| (event, watch)) })
+        futures::stream::unfold(self, |mut watch| async move {
+            watch.next().await.map(|event| (event, watch))
+        })
     }
 
     async fn step(&mut self) -> Result<Option<EventView>, Error> {
         let Some((lines, reader)) = &mut self.lines else {
-            let mut call = Call::get(&["jobs", &self.job.to_string(), "events"], format!("watch {}", self.job));
+            let mut call = Call::get(
+                &["jobs", &self.job.to_string(), "events"],
+                format!("watch {}", self.job),
+            );
             if let Some(last) = self.last {
                 call = call.header("last-event-id", last);
             }
-            self.lines = Some((Lines::new(self.client.send_once(&call).await?), EventReader::default()));
+            self.lines = Some((
+                Lines::new(self.client.send_once(&call).await?),
+                EventReader::default(),
+            ));
             return Ok(None);
         };
         let Some(line) = lines.next().await? else {
             return self.stream_ended().await;
         };
-        let Some(data) = reader.line(&line) else { return Ok(None) };
-        let event: EventView = serde_json::from_slice(&data).map_err(|error| lines.answer.unexpected(error.to_string()))?;
+        let Some(data) = reader.line(&line) else {
+            return Ok(None);
+        };
+        let event: EventView = serde_json::from_slice(&data)
+            .map_err(|error| lines.answer.unexpected(error.to_string()))?;
         // Another coordinator may be behind the one before: what it says is older than what the caller knows.
         let known = self.last.is_some_and(|last| event.sequence < last);
         Ok((!known).then_some(event))
@@ -111,6 +132,11 @@ impl Watch {
     }
 
     fn end(&self, job: JobView) -> EventView {
-        EventView { sequence: self.client.sequence().max(self.last.unwrap_or(0)), kind: "job".into(), job, task: None }
+        EventView {
+            sequence: self.client.sequence().max(self.last.unwrap_or(0)),
+            kind: "job".into(),
+            job,
+            task: None,
+        }
     }
 }

@@ -67,8 +67,20 @@ fn plan(loaded: &Loaded, show: u64) -> Result<Plan, CliError> {
     let job = &loaded.job;
     let name = job.spec().name.clone();
     let items = match (&loaded.items, job.items().count()) {
-        (Some(path), _) => return from_file(job, path, show).map(|(tasks, shown)| Plan { name, tasks: Some(tasks), shown }),
-        (None, None) => return Ok(Plan { name, tasks: None, shown: Vec::new() }),
+        (Some(path), _) => {
+            return from_file(job, path, show).map(|(tasks, shown)| Plan {
+                name,
+                tasks: Some(tasks),
+                shown,
+            });
+        }
+        (None, None) => {
+            return Ok(Plan {
+                name,
+                tasks: None,
+                shown: Vec::new(),
+            });
+        }
         (None, Some(count)) => count,
     };
     let mut shown = Vec::new();
@@ -77,7 +89,11 @@ fn plan(loaded: &Loaded, show: u64) -> Result<Plan, CliError> {
         let item = job.items().item(index).unwrap_or(Value::Null);
         shown.push(resolve(job, item, index)?);
     }
-    Ok(Plan { name, tasks: Some(items), shown })
+    Ok(Plan {
+        name,
+        tasks: Some(items),
+        shown,
+    })
 }
 
 /// The first and the last indexes, each once.
@@ -97,10 +113,16 @@ fn resolve(job: &ValidJob, item: Value, index: u64) -> Result<Shown, CliError> {
 /// Reads a local items file as the cluster would; every task is made once, so that a bad line is found here.
 fn from_file(job: &ValidJob, path: &Path, show: u64) -> Result<(u64, Vec<Shown>), CliError> {
     use std::io::Read as _;
-    let Some(file) = job.items().file() else { return Ok((0, Vec::new())) };
-    let bad = |error| CliError::Items { path: path.to_owned(), error };
+    let Some(file) = job.items().file() else {
+        return Ok((0, Vec::new()));
+    };
+    let bad = |error| CliError::Items {
+        path: path.to_owned(),
+        error,
+    };
     let mut read = std::fs::File::open(path).map_err(CliError::file(path, "read"))?;
-    let (mut cutter, mut pages, mut bytes) = (PageCutter::new(file), Vec::new(), vec![0; READ_BYTES]);
+    let (mut cutter, mut pages, mut bytes) =
+        (PageCutter::new(file), Vec::new(), vec![0; READ_BYTES]);
     let (mut first, mut last) = (Vec::new(), Vec::new());
     let mut take = |pages: &mut Vec<Page>| -> Result<(), CliError> {
         for page in pages.drain(..) {
@@ -111,13 +133,17 @@ fn from_file(job: &ValidJob, path: &Path, show: u64) -> Result<(u64, Vec<Shown>)
                     last.push(shown);
                 }
             }
-            let surplus = last.len().saturating_sub(usize::try_from(show).unwrap_or(usize::MAX));
+            let surplus = last
+                .len()
+                .saturating_sub(usize::try_from(show).unwrap_or(usize::MAX));
             last.drain(..surplus);
         }
         Ok(())
     };
     loop {
-        let length = read.read(&mut bytes).map_err(CliError::file(path, "read"))?;
+        let length = read
+            .read(&mut bytes)
+            .map_err(CliError::file(path, "read"))?;
         if length == 0 {
             break;
         }
@@ -131,10 +157,14 @@ fn from_file(job: &ValidJob, path: &Path, show: u64) -> Result<(u64, Vec<Shown>)
 }
 
 fn tasks_of(job: &ValidJob, page: Page) -> Result<Vec<Shown>, CliError> {
-    let internal = |error: volley_jobspecs::pages::PageError| CliError::Usage(format!("a page of items can't be read back: {error}"));
+    let internal = |error: volley_jobspecs::pages::PageError| {
+        CliError::Usage(format!("a page of items can't be read back: {error}"))
+    };
     let (first, count) = (page.entry.first, page.entry.count);
     let loaded = LoadedPage::new(&page.entry, page.bytes).map_err(internal)?;
-    (first..first + count).map(|index| resolve(job, loaded.item(index).map_err(internal)?, u64::from(index))).collect()
+    (first..first + count)
+        .map(|index| resolve(job, loaded.item(index).map_err(internal)?, u64::from(index)))
+        .collect()
 }
 
 impl Plan {
@@ -154,7 +184,10 @@ impl Plan {
         let mut next = 0;
         for shown in &self.shown {
             if shown.index > next {
-                text.push_str(&format!("\n… {} in between\n", count(shown.index - next, "task")));
+                text.push_str(&format!(
+                    "\n… {} in between\n",
+                    count(shown.index - next, "task")
+                ));
             }
             next = shown.index + 1;
             text.push_str(&format!("\ntask {}\n", shown.index));
@@ -173,9 +206,7 @@ fn source(from: &InputSource) -> String {
 }
 
 fn task_json(task: &ResolvedTask) -> Value {
-    let input = |input: &volley_jobspecs::resolve::ResolvedInput| {
-        json!({ "from": source(&input.from), "path": input.path, "sha256": input.sha256, "executable": input.executable })
-    };
+    let input = |input: &volley_jobspecs::resolve::ResolvedInput| json!({ "from": source(&input.from), "path": input.path, "sha256": input.sha256, "executable": input.executable });
     json!({
         "image": task.image,
         "isolation": task.isolation.as_str(),
@@ -199,26 +230,50 @@ fn task_text(item: &Value, task: &ResolvedTask) -> String {
         ("  isolation", task.isolation.as_str().to_owned()),
         ("  image", shown(task.image.as_deref().unwrap_or_default())),
     ];
-    pairs.extend(task.env.iter().map(|(key, value)| ("  env", shown(&format!("{key}={value}")))));
+    pairs.extend(
+        task.env
+            .iter()
+            .map(|(key, value)| ("  env", shown(&format!("{key}={value}")))),
+    );
     pairs.push(("  stdin", shown(task.stdin.as_deref().unwrap_or_default())));
-    pairs.extend(task.inputs.iter().map(|input| ("  input", shown(&format!("{} <- {}", input.path, source(&input.from))))));
-    pairs.extend(task.outputs.iter().map(|output| ("  output", shown(output))));
+    pairs.extend(task.inputs.iter().map(|input| {
+        (
+            "  input",
+            shown(&format!("{} <- {}", input.path, source(&input.from))),
+        )
+    }));
+    pairs.extend(
+        task.outputs
+            .iter()
+            .map(|output| ("  output", shown(output))),
+    );
     fields(&pairs)
 }
 
 /// A word as a shell would want it.
 fn quoted(word: &str) -> String {
     let plain = |b: u8| b.is_ascii_alphanumeric() || b"_-./:=,@%+".contains(&b);
-    if !word.is_empty() && word.bytes().all(plain) { word.to_owned() } else { format!("'{}'", word.replace('\'', "'\\''")) }
+    if !word.is_empty() && word.bytes().all(plain) {
+        word.to_owned()
+    } else {
+        format!("'{}'", word.replace('\'', "'\\''"))
+    }
 }
 
 fn server_text(job: &ValidJob, plan: &volley_sdk::PlanAnswer) -> String {
-    let mut text = format!("{}: {}\n", job.spec().name, count(u64::from(plan.tasks), "task"));
+    let mut text = format!(
+        "{}: {}\n",
+        job.spec().name,
+        count(u64::from(plan.tasks), "task")
+    );
     for (title, tasks) in [("first", &plan.first), ("last", &plan.last)] {
         for task in tasks {
             text.push_str(&format!("\n{title}\n"));
             for (key, value) in task.as_object().into_iter().flatten() {
-                text.push_str(&format!("  {key}  {}\n", clean::line(&value.to_string(), VALUE_CHARS)));
+                text.push_str(&format!(
+                    "  {key}  {}\n",
+                    clean::line(&value.to_string(), VALUE_CHARS)
+                ));
             }
         }
     }
@@ -235,7 +290,8 @@ mod tests {
     fn job(items: Value) -> ValidJob {
         let task = json!({ "isolation": "process", "command": ["echo", "${item.a} b"], "env": { "I": "${index}" } });
         let spec = json!({ "version": "volley/v1", "name": "n", "items": items, "task": task });
-        parse_and_validate(spec.to_string().as_bytes(), &Features::all()).unwrap_or_else(|e| panic!("{e}"))
+        parse_and_validate(spec.to_string().as_bytes(), &Features::all())
+            .unwrap_or_else(|e| panic!("{e}"))
     }
 
     #[test]
@@ -254,25 +310,54 @@ mod tests {
         let write = |text: &str| std::fs::write(&path, text).unwrap_or_else(|e| panic!("{e}"));
         let job = job(json!({ "jsonl": { "upload": "local" } }));
 
-        write(&(0..50).map(|n| format!("{{\"a\":{n}}}\n")).collect::<String>());
+        write(
+            &(0..50)
+                .map(|n| format!("{{\"a\":{n}}}\n"))
+                .collect::<String>(),
+        );
         let (tasks, shown) = from_file(&job, &path, 2).unwrap_or_else(|e| panic!("{e}"));
-        let plan = Plan { name: "n".into(), tasks: Some(tasks), shown };
+        let plan = Plan {
+            name: "n".into(),
+            tasks: Some(tasks),
+            shown,
+        };
         let text = plan.text();
-        assert!(text.starts_with("n: 50 tasks\n\ntask 0\n  item       {\"a\":0}\n  command    echo '0 b'\n"), "{text}");
-        assert!(text.contains("\n… 46 tasks in between\n\ntask 48\n") && text.contains("  env        I=49\n"), "{text}");
+        assert!(
+            text.starts_with(
+                "n: 50 tasks\n\ntask 0\n  item       {\"a\":0}\n  command    echo '0 b'\n"
+            ),
+            "{text}"
+        );
+        assert!(
+            text.contains("\n… 46 tasks in between\n\ntask 48\n")
+                && text.contains("  env        I=49\n"),
+            "{text}"
+        );
         assert_eq!(plan.json()["shown"].as_array().map(Vec::len), Some(4));
 
         write("{\"a\":1}\n{\"b\":1}\n");
-        let error = from_file(&job, &path, 2).err().map(|e| (e.exit().code(), e.to_string()));
-        assert!(error.is_some_and(|(code, text)| code == 2 && text.starts_with("task 1 can't be made")));
+        let error = from_file(&job, &path, 2)
+            .err()
+            .map(|e| (e.exit().code(), e.to_string()));
+        assert!(
+            error.is_some_and(|(code, text)| code == 2 && text.starts_with("task 1 can't be made"))
+        );
         write("{\"a\":1}\nnope\n");
         let error = from_file(&job, &path, 2).err().map(|e| e.to_string());
-        assert!(error.as_ref().is_some_and(|text| text.contains("items.jsonl, line 2: ")), "{error:?}");
+        assert!(
+            error
+                .as_ref()
+                .is_some_and(|text| text.contains("items.jsonl, line 2: ")),
+            "{error:?}"
+        );
         std::fs::remove_dir_all(&dir).unwrap_or_else(|e| panic!("{e}"));
     }
 
     #[test]
     fn words_are_quoted_where_a_shell_would_split_them() {
-        assert_eq!((quoted("a/b=c"), quoted("it's"), quoted("")), ("a/b=c".into(), "'it'\\''s'".into(), "''".into()));
+        assert_eq!(
+            (quoted("a/b=c"), quoted("it's"), quoted("")),
+            ("a/b=c".into(), "'it'\\''s'".into(), "''".into())
+        );
     }
 }

@@ -59,8 +59,12 @@ pub async fn run(ctx: &Ctx, args: Args) -> Result<Exit, CliError> {
                 priority_max: add.priority_max,
             };
             client.put_tenant(&request).await?;
-            ctx.out.show(&request, || tenants_table(std::slice::from_ref(&request)))?;
-            ctx.out.note(&format!("next: `volley token create --tenant {}`", request.tenant));
+            ctx.out
+                .show(&request, || tenants_table(std::slice::from_ref(&request)))?;
+            ctx.out.note(&format!(
+                "next: `volley token create --tenant {}`",
+                request.tenant
+            ));
         }
         Verb::Ls => {
             let tenants = client.tenants().await?;
@@ -71,7 +75,8 @@ pub async fn run(ctx: &Ctx, args: Args) -> Result<Exit, CliError> {
 }
 
 fn tenants_table(tenants: &[TenantRequest]) -> String {
-    let limit = |limit: Option<u64>| limit.map_or_else(|| "-".to_owned(), |limit| limit.to_string());
+    let limit =
+        |limit: Option<u64>| limit.map_or_else(|| "-".to_owned(), |limit| limit.to_string());
     let row = |tenant: &TenantRequest| {
         vec![
             tenant.tenant.clone(),
@@ -79,9 +84,18 @@ fn tenants_table(tenants: &[TenantRequest]) -> String {
             limit(tenant.active_tasks_max),
             limit(tenant.active_jobs_max.map(u64::from)),
             limit(tenant.concurrency.map(u64::from)),
-            tenant.priority_max.map_or_else(|| "-".to_owned(), |priority| priority.to_string()),
+            tenant
+                .priority_max
+                .map_or_else(|| "-".to_owned(), |priority| priority.to_string()),
         ]
     };
-    let header = ["TENANT", "WEIGHT", "ACTIVE TASKS", "ACTIVE JOBS", "CONCURRENCY", "PRIORITY"];
+    let header = [
+        "TENANT",
+        "WEIGHT",
+        "ACTIVE TASKS",
+        "ACTIVE JOBS",
+        "CONCURRENCY",
+        "PRIORITY",
+    ];
     table(&header, tenants.iter().map(row).collect())
 }

@@ -28,7 +28,11 @@ impl Request {
     }
 
     pub fn header(&self, name: &str) -> Option<String> {
-        let find = |line: &str| line.split_once(": ").filter(|(key, _)| key.eq_ignore_ascii_case(name)).map(|(_, value)| value.to_owned());
+        let find = |line: &str| {
+            line.split_once(": ")
+                .filter(|(key, _)| key.eq_ignore_ascii_case(name))
+                .map(|(_, value)| value.to_owned())
+        };
         self.head.lines().find_map(find)
     }
 }
@@ -48,7 +52,9 @@ impl Fake {
         let task = tokio::spawn(async move {
             let mut script = script.into_iter();
             while let Ok((mut socket, _)) = listener.accept().await {
-                let Some(request) = read(&mut socket).await else { continue };
+                let Some(request) = read(&mut socket).await else {
+                    continue;
+                };
                 seen.lock().expect("not poisoned").push(request);
                 if let Some(Reply::Bytes(bytes)) = script.next() {
                     let _ = socket.write_all(&bytes).await;
@@ -56,7 +62,11 @@ impl Fake {
                 }
             }
         });
-        Self { url, requests, task }
+        Self {
+            url,
+            requests,
+            task,
+        }
     }
 
     pub fn url(&self) -> String {
@@ -79,10 +89,18 @@ async fn read(socket: &mut TcpStream) -> Option<Request> {
         if socket.read_buf(&mut bytes).await.ok()? == 0 {
             return None;
         }
-        let Some(end) = bytes.windows(4).position(|four| four == b"\r\n\r\n") else { continue };
+        let Some(end) = bytes.windows(4).position(|four| four == b"\r\n\r\n") else {
+            continue;
+        };
         let head = String::from_utf8_lossy(&bytes[..end]).into_owned();
-        let mut request = Request { head, body: bytes[end + 4..].to_vec() };
-        let length: usize = request.header("content-length").and_then(|n| n.parse().ok()).unwrap_or(0);
+        let mut request = Request {
+            head,
+            body: bytes[end + 4..].to_vec(),
+        };
+        let length: usize = request
+            .header("content-length")
+            .and_then(|n| n.parse().ok())
+            .unwrap_or(0);
         while request.body.len() < length {
             if socket.read_buf(&mut request.body).await.ok()? == 0 {
                 return None;
@@ -98,7 +116,12 @@ pub fn chunk(text: &str) -> String {
 
 fn chunked(parts: &[&str], end: &str) -> Reply {
     let body: String = parts.iter().map(|part| chunk(part)).collect();
-    Reply::Bytes(format!("HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\nconnection: close\r\n\r\n{body}{end}").into_bytes())
+    Reply::Bytes(
+        format!(
+            "HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\nconnection: close\r\n\r\n{body}{end}"
+        )
+        .into_bytes(),
+    )
 }
 
 /// A stream that ends as it should.
@@ -113,12 +136,19 @@ pub fn cut_off(parts: &[&str]) -> Reply {
 
 pub fn json(status: u16, sequence: u64, value: &Value) -> Reply {
     let body = value.to_string();
-    let head = format!("HTTP/1.1 {status} S\r\ncontent-length: {}\r\nvolley-sequence: {sequence}\r\nconnection: close\r\n\r\n", body.len());
+    let head = format!(
+        "HTTP/1.1 {status} S\r\ncontent-length: {}\r\nvolley-sequence: {sequence}\r\nconnection: close\r\n\r\n",
+        body.len()
+    );
     Reply::Bytes((head + &body).into_bytes())
 }
 
 pub fn refusal(status: u16, code: &str, retryable: bool) -> Reply {
-    json(status, 0, &json!({ "code": code, "message": "no", "retryable": retryable }))
+    json(
+        status,
+        0,
+        &json!({ "code": code, "message": "no", "retryable": retryable }),
+    )
 }
 
 pub fn not_ready() -> Reply {

@@ -22,7 +22,8 @@ use crate::core::{Core, CoreError};
 use crate::io::lease;
 use crate::io::log::{Fenced, Log, LogError};
 use crate::io::rocks::RocksRows;
-use crate::leader::{Action, Leader, Timings};
+use crate::leader::{Action, Leader, Tuning};
+use crate::metrics::Metrics;
 use crate::state::State;
 use crate::state::effects::{Answer, Effects};
 use crate::state::rows;
@@ -83,10 +84,12 @@ pub struct Parts {
     pub rows: RocksRows,
     /// What trails a job's end.
     pub trailer: Arc<dyn Trailer>,
-    /// Timings.
-    pub timings: Timings,
+    /// Tuning.
+    pub tuning: Tuning,
     /// Copies of the lease's bucket.
     pub replicas: usize,
+    /// What is counted.
+    pub metrics: Metrics,
 }
 
 /// Starts a coordinator. The handle is of use at once; the task ends with `stop` or an error.
@@ -104,7 +107,7 @@ pub async fn start(parts: Parts, stop: CancellationToken) -> Result<(Handle, tok
     let (events, _) = broadcast::channel(EVENTS_KEPT);
     let (progress, applied) = watch::channel(applied);
     subscribe(&parts, &inputs).await?;
-    let handle = Handle::new(inputs.clone(), parts.log.clone(), parts.rows.clone(), parts.client.clone(), events.clone(), applied);
+    let handle = Handle::new(inputs.clone(), &parts, events.clone(), applied);
     let driver = Driver {
         core,
         started: Instant::now(),
@@ -261,11 +264,13 @@ impl Driver {
     }
 
     fn apply(&mut self, batch: &[(u64, Vec<u8>)]) -> Result<(), CoreError> {
+        let started = Instant::now();
         let effects = self.core.apply(&self.parts.rows, batch)?;
+        self.parts.metrics.applied(batch.len(), started.elapsed(), &effects);
         let head = &self.core.state().head;
         if !self.leading && self.lead_sent.is_some() && head.leader == self.parts.name {
             let (term, now_ms) = (head.term, self.now_ms());
-            self.core.take_office(wall_ms(), now_ms, self.parts.timings);
+            self.core.take_office(wall_ms(), now_ms, self.parts.tuning);
             self.leading = true;
             tracing::info!(coordinator = %self.parts.name, term = term.0, "leading");
         }
@@ -375,7 +380,12 @@ impl Driver {
     fn lead(&mut self) {
         let now_ms = self.now_ms();
         let Some((leader, state)) = self.core.leader() else { return };
-        for action in leader.poll(state, now_ms) {
+        let polled = Instant::now();
+        let actions = leader.poll(state, now_ms);
+        if actions.iter().any(|action| matches!(action, Action::Publish { .. })) {
+            self.parts.metrics.round_seconds.observe(polled.elapsed().as_secs_f64());
+        }
+        for action in actions {
             match action {
                 Action::Publish { decided, after } => self.publish(decided, after),
                 Action::Send(worker, message) => {

@@ -4,16 +4,22 @@
 //! words on the wire (jobspecs).
 
 pub mod accept;
+pub mod api;
 pub mod apply;
 pub mod assign;
+pub mod config;
 pub mod control;
 pub mod core;
 pub mod driver;
+pub mod explain;
 pub mod finish;
 pub mod io;
+pub mod items;
 pub mod leader;
+pub mod metrics;
 pub mod place;
 pub mod retry;
+pub mod run;
 pub mod send;
 pub mod split;
 pub mod state;

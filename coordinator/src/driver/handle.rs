@@ -12,10 +12,11 @@ use volley_jobspecs::subjects;
 use volley_jobspecs::wire::record::{Control, Record, Submit};
 use volley_jobspecs::wire::{self, MESSAGE_BYTES_MAX};
 
-use super::Input;
+use super::{Input, Parts};
 use crate::io::log::{Log, LogError};
 use crate::io::rocks::RocksRows;
 use crate::leader::Leader;
+use crate::metrics::Metrics;
 use crate::state::State;
 use crate::state::effects::{Answer, Refusal, ResultEntry};
 
@@ -73,18 +74,25 @@ pub struct Handle {
     client: async_nats::Client,
     events: broadcast::Sender<Event>,
     applied: watch::Receiver<u64>,
+    metrics: Metrics,
+}
+
+impl std::fmt::Debug for Handle {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Handle").field("sequence", &self.sequence()).finish_non_exhaustive()
+    }
 }
 
 impl Handle {
-    pub(super) fn new(
-        inputs: mpsc::Sender<Input>,
-        log: Log,
-        rows: RocksRows,
-        client: async_nats::Client,
-        events: broadcast::Sender<Event>,
-        applied: watch::Receiver<u64>,
-    ) -> Self {
-        Self { inputs, log, rows, client, events, applied }
+    pub(super) fn new(inputs: mpsc::Sender<Input>, parts: &Parts, events: broadcast::Sender<Event>, applied: watch::Receiver<u64>) -> Self {
+        let (log, rows, client, metrics) = (parts.log.clone(), parts.rows.clone(), parts.client.clone(), parts.metrics.clone());
+        Self { inputs, log, rows, client, events, applied, metrics }
+    }
+
+    /// What is counted.
+    #[must_use]
+    pub fn metrics(&self) -> &Metrics {
+        &self.metrics
     }
 
     /// The stored rows.

@@ -1,6 +1,8 @@
 //! The coordinator's edges: the log, the lease, core NATS, RocksDB. Dumb on purpose: no decision about a job is made here.
 
 pub mod bus;
+pub mod items;
 pub mod lease;
 pub mod log;
+pub mod objects;
 pub mod rocks;

@@ -15,6 +15,9 @@ pub const MEMTABLES_BYTES: usize = 24 * 1024 * 1024;
 /// Block cache, in bytes.
 pub const CACHE_BYTES: usize = 8 * 1024 * 1024;
 
+/// A row: its key and its value.
+pub type KeyValue = (Vec<u8>, Vec<u8>);
+
 /// Rows in RocksDB. Cheap to clone.
 #[derive(Clone)]
 pub struct RocksRows {
@@ -64,6 +67,40 @@ impl RocksRows {
     /// [`RowsError::Store`] when that fails.
     pub fn flush(&self) -> Result<(), RowsError> {
         Table::ALL.iter().try_for_each(|table| self.db.flush_cf(self.family(*table)?).map_err(store))
+    }
+
+    /// Rows with keys below `before` (all of them, when it is `None`), from the last one back; `visit` returns false to stop.
+    ///
+    /// # Errors
+    /// [`RowsError::Store`] when the store fails.
+    pub fn scan_back(&self, table: Table, before: Option<&[u8]>, visit: Visit<'_>) -> Result<(), RowsError> {
+        let mode = before.map_or(IteratorMode::End, |key| IteratorMode::From(key, Direction::Reverse));
+        for row in self.db.iterator_cf(self.family(table)?, mode) {
+            let (key, value) = row.map_err(store)?;
+            if before.is_some_and(|before| &*key >= before) {
+                continue;
+            }
+            if !visit(&key, &value) {
+                break;
+            }
+        }
+        Ok(())
+    }
+
+    /// The first row of each prefix, if there is one. One iterator serves all: far cheaper than as many scans.
+    ///
+    /// # Errors
+    /// [`RowsError::Store`] when the store fails.
+    pub fn first_of_each(&self, table: Table, prefixes: &[Vec<u8>]) -> Result<Vec<Option<KeyValue>>, RowsError> {
+        let mut rows = self.db.raw_iterator_cf(self.family(table)?);
+        let mut found = Vec::with_capacity(prefixes.len());
+        for prefix in prefixes {
+            rows.seek(prefix);
+            rows.status().map_err(store)?;
+            let row = rows.item().filter(|(key, _)| key.starts_with(prefix));
+            found.push(row.map(|(key, value)| (key.to_vec(), value.to_vec())));
+        }
+        Ok(found)
     }
 
     fn family(&self, table: Table) -> Result<&ColumnFamily, RowsError> {

@@ -156,6 +156,12 @@ pub fn task_key(job: JobId, index: u32) -> Vec<u8> {
     [job_key(job), index.to_be_bytes().to_vec()].concat()
 }
 
+/// Prefix of one try of a task; there is at most one row of it.
+#[must_use]
+pub fn try_key(job: JobId, index: u32, number: u16) -> Vec<u8> {
+    [task_key(job, index), number.to_be_bytes().to_vec()].concat()
+}
+
 /// Key of a result: (job, sequence, place).
 #[must_use]
 pub fn result_key(job: JobId, sequence: u64, place: u32) -> Vec<u8> {
@@ -360,6 +366,26 @@ pub fn header(rows: &dyn Rows, id: JobId) -> Result<Option<(Facts, Progress)>, R
     Ok(Some((decode(Table::Facts, &key, &facts)?, decode(Table::Jobs, &key, &progress)?)))
 }
 
+/// What changes of a job, whether it is in memory or not.
+///
+/// # Errors
+/// [`RowsError`] when the store fails or the row is damaged.
+pub fn progress(rows: &dyn Rows, id: JobId) -> Result<Option<Progress>, RowsError> {
+    let key = job_key(id);
+    let row = rows.get(Table::Jobs, &key)?;
+    row.map(|bytes| decode(Table::Jobs, &key, &bytes)).transpose()
+}
+
+/// What never changes of a job.
+///
+/// # Errors
+/// [`RowsError`] when the store fails or the row is damaged.
+pub fn facts(rows: &dyn Rows, id: JobId) -> Result<Option<Facts>, RowsError> {
+    let key = job_key(id);
+    let row = rows.get(Table::Facts, &key)?;
+    row.map(|bytes| decode(Table::Facts, &key, &bytes)).transpose()
+}
+
 /// A stored page of tasks.
 ///
 /// # Errors
@@ -404,7 +430,8 @@ impl Rows for MapRows {
     }
 
     fn scan(&self, table: Table, prefix: &[u8], from: &[u8], visit: Visit<'_>) -> Result<(), RowsError> {
-        for ((_, key), value) in self.rows.borrow().range((table, from.to_vec())..).take_while(|((t, k), _)| *t == table && k.starts_with(prefix)) {
+        let start = if from < prefix { prefix } else { from };
+        for ((_, key), value) in self.rows.borrow().range((table, start.to_vec())..).take_while(|((t, k), _)| *t == table && k.starts_with(prefix)) {
             if !visit(key, value) {
                 break;
             }

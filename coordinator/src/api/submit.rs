@@ -1,0 +1,235 @@
+//! `POST /v1/jobs`: a spec becomes a job, or every reason why not.
+//!
+//! Owns the order: read, validate, look for the key, cut the items' file, store a large spec, record. Nothing of a job exists before
+//! its record is applied; pages and specs stored before that are named by their hash and found again by the next try.
+
+use std::sync::Arc;
+
+use axum::Json;
+use axum::body::Body;
+use axum::extract::State;
+use axum::http::{HeaderMap, StatusCode};
+use axum::response::{IntoResponse, Response};
+use serde_json::{Value, json};
+use volley_jobspecs::api::{ErrorBody, IDEMPOTENCY_HEADER, PlanAnswer, SubmitAnswer};
+use volley_jobspecs::expand::ItemFile;
+use volley_jobspecs::keys;
+use volley_jobspecs::pages::{LoadedPage, Page};
+use volley_jobspecs::parse::{SPEC_BYTES_MAX, parse_and_validate};
+use volley_jobspecs::plan::plan;
+use volley_jobspecs::resolve::{InputSource, ResolvedTask};
+use volley_jobspecs::spec::Isolation;
+use volley_jobspecs::validate::{Features, ValidJob};
+use volley_jobspecs::wire::plan::{self, SPEC_INLINE_BYTES_MAX, SpecRef};
+use volley_jobspecs::wire::record::Submit;
+use volley_store::{Store, StoreConfig};
+
+use super::App;
+use super::auth::{Caller, random_hex};
+use super::error::ApiError;
+use super::extract::{QueryOf, body};
+use crate::io::items::{self as file_items, Counted, ItemsError};
+use crate::items::{self, Readable, Source};
+use crate::state::effects::{Answer, Refusal};
+use crate::state::rows;
+
+/// Longest idempotency key, in bytes: a UUID or a hash with a prefix; kept in memory for a day.
+pub const KEY_BYTES_MAX: usize = 128;
+/// Longest trace context that is taken along, in bytes: version 0 has 55.
+const TRACE_BYTES_MAX: usize = 128;
+/// Tasks a dry run shows from each end.
+const SHOWN: u32 = 3;
+
+/// Submits a job. The same idempotency key with the same spec gives the same job.
+///
+/// With `dryRun=true` nothing is created: the answer is what the job would be (`PlanAnswer`).
+#[utoipa::path(post, path = "/v1/jobs", tag = "jobs", request_body(content_type = "application/json", description = "A job spec, `volley/v1`"),
+    params(("dryRun" = Option<bool>, Query, description = "Only say what it would be"), ("tenant" = Option<String>, Query, description = "Operators: for whom"),
+        ("idempotency-key" = Option<String>, Header, description = "At most 128 printable ASCII characters; kept for a day")),
+    responses((status = 201, body = SubmitAnswer), (status = 200, body = SubmitAnswer, description = "It existed, or the plan of a dry run"),
+        (status = 400, body = ErrorBody), (status = 409, body = ErrorBody), (status = 413, body = ErrorBody), (status = 429, body = ErrorBody), (status = 503, body = ErrorBody)))]
+pub async fn submit(State(app): State<Arc<App>>, caller: Caller, query: QueryOf, headers: HeaderMap, request: Body) -> Result<Response, ApiError> {
+    let query = query.only(&["dryRun"])?;
+    let dry = query.flag("dryRun")?;
+    let key = idempotency_key(&headers)?;
+    let bytes = body(request, SPEC_BYTES_MAX, "put the items in a file and name it in items.jsonl").await?;
+    let features = features(&app).await?;
+    let job = super::blocking(move || Ok(parse_and_validate(&bytes, &features)?)).await?;
+    if dry {
+        return dry_run(&app, &caller, &job).await.map(|answer| Json(answer).into_response());
+    }
+    let spec_hash = job.spec_hash();
+    if let Some(key) = &key
+        && let Some(answer) = known(&app, &caller, key, &spec_hash).await?
+    {
+        return Ok((StatusCode::OK, Json(answer)).into_response());
+    }
+    let (tasks, pages) = match job.items().file() {
+        None => (job.tasks(), None),
+        Some(file) => {
+            let (from, at, counted) = count(&app, &caller, file).await?;
+            let tasks = counted.index.count;
+            let hash = file_items::keep(&from, &at, file, counted, &app.store).await.map_err(|e| refuse_items(file, &e))?;
+            (Some(tasks), Some(hash))
+        }
+    };
+    let tasks = tasks.ok_or_else(|| ApiError::bad_spec("$.items", "can't be counted"))?;
+    let plan = plan::JobPlan { items: pages, ..plan(&job, tasks) };
+    let spec = spec_ref(&app, &job, &spec_hash).await?;
+    let actor = caller.submitter(random_hex(16)?);
+    let idempotency_key = match key {
+        Some(key) => key,
+        None => random_hex(16)?,
+    };
+    let submit = Submit { actor, idempotency_key, spec_hash, plan, spec, trace: trace(&headers) };
+    match app.handle.submit(submit).await? {
+        Answer::Submitted { job, tasks, existed } => {
+            let status = if existed { StatusCode::OK } else { StatusCode::CREATED };
+            Ok((status, Json(SubmitAnswer { job: job.to_string(), tasks, existed })).into_response())
+        }
+        // The handle turns refusals into errors, and a submit is never only done.
+        Answer::Done | Answer::Refused(_) => Err(ApiError::unavailable("the submit was answered with something else; ask again with the same key")),
+    }
+}
+
+fn idempotency_key(headers: &HeaderMap) -> Result<Option<String>, ApiError> {
+    let Some(value) = headers.get(IDEMPOTENCY_HEADER) else { return Ok(None) };
+    let fits = |text: &&str| (1..=KEY_BYTES_MAX).contains(&text.len()) && text.bytes().all(|b| b.is_ascii_graphic());
+    let key = value.to_str().ok().filter(fits);
+    let wrong = || ApiError::bad_request(format!("the header {IDEMPOTENCY_HEADER} takes 1 to {KEY_BYTES_MAX} printable ASCII characters without spaces"));
+    key.map(|key| Some(key.to_owned())).ok_or_else(wrong)
+}
+
+fn trace(headers: &HeaderMap) -> Option<String> {
+    let text = headers.get("traceparent")?.to_str().ok()?;
+    let fits = text.len() <= TRACE_BYTES_MAX && text.bytes().all(|b| b.is_ascii_hexdigit() || b == b'-');
+    fits.then(|| text.to_owned())
+}
+
+/// What specs may use: what this build can do, and the tiers that workers offer.
+async fn features(app: &App) -> Result<Features, ApiError> {
+    let mut features = app.features.clone();
+    let offered = app.handle.read(|state, _, _| {
+        let tiers = state.workers.values().flat_map(|worker| worker.info.isolation.iter().copied());
+        tiers.collect::<std::collections::BTreeSet<_>>()
+    });
+    features.isolation.extend(offered.await?.into_iter().map(|tier| match tier {
+        plan::Isolation::Null => Isolation::Null,
+        plan::Isolation::Process => Isolation::Process,
+        plan::Isolation::Container => Isolation::Container,
+        plan::Isolation::Microvm => Isolation::Microvm,
+    }));
+    Ok(features)
+}
+
+/// The job that the key made before. Looked for before anything is read or stored; asked again when the record is applied.
+async fn known(app: &App, caller: &Caller, key: &str, spec_hash: &str) -> Result<Option<SubmitAnswer>, ApiError> {
+    let entry = (caller.tenant.clone(), key.to_owned());
+    let found = app.handle.read(move |state, _, _| state.keys.get(&entry).cloned()).await?;
+    match found {
+        None => Ok(None),
+        Some(found) if found.spec_hash == spec_hash => Ok(Some(SubmitAnswer { job: found.job.to_string(), tasks: found.tasks, existed: true })),
+        Some(found) => Err(Refusal::KeyReused { key: key.to_owned(), job: found.job }.into()),
+    }
+}
+
+async fn spec_ref(app: &App, job: &ValidJob, hash: &str) -> Result<SpecRef, ApiError> {
+    let json = job.to_json().into_bytes();
+    if json.len() <= SPEC_INLINE_BYTES_MAX {
+        return Ok(SpecRef::Inline(json.into()));
+    }
+    let len = json.len() as u64;
+    let put = app.store.put(&keys::spec(hash), json.into()).await;
+    put.map_err(|error| ApiError::store(error.kind(), format!("storing the spec: {error}")))?;
+    Ok(SpecRef::Stored { hash: hash.to_owned(), len })
+}
+
+/// Opens and counts the file with the items.
+async fn count(app: &App, caller: &Caller, file: &ItemFile) -> Result<(Store, String, Counted), ApiError> {
+    let readable = Readable { bucket: app.store.bucket(), prefix: app.store.prefix(), others: &app.items_buckets };
+    let found = items::source(file, &caller.tenant, &readable);
+    let (from, key) = match found.map_err(|error| ApiError::bad_spec(&items::path(file), error.to_string()))? {
+        Source::Own { key, job } => {
+            let owned = match job {
+                Some(id) => rows::facts(app.handle.rows(), id)?.is_some_and(|facts| facts.tenant == caller.tenant),
+                None => true,
+            };
+            if !owned {
+                return Err(ApiError::bad_spec(&items::path(file), format!("{key:?} belongs to a job that is not there, or not yours")));
+            }
+            (app.store.clone(), key)
+        }
+        Source::Other { bucket, key } => {
+            let config = StoreConfig { bucket, prefix: String::new(), ..app.store_config.clone() };
+            let store = Store::connect(&config).await;
+            (store.map_err(|error| ApiError::bad_spec(&items::path(file), error.to_string()))?, key)
+        }
+    };
+    let counted = file_items::count(&from, &key, file).await.map_err(|e| refuse_items(file, &e))?;
+    Ok((from, key, counted))
+}
+
+fn refuse_items(file: &ItemFile, error: &ItemsError) -> ApiError {
+    let path = items::path(file);
+    let kind = match error {
+        ItemsError::Open(error) => error.kind(),
+        ItemsError::Put(error) => error.kind(),
+        ItemsError::Head(error) => error.kind(),
+        ItemsError::Read { .. } => volley_store::ErrorKind::Unavailable,
+        ItemsError::Cut(_) | ItemsError::Changed => return ApiError::bad_spec(&path, error.to_string()),
+    };
+    match (error, kind) {
+        (ItemsError::Open(_), volley_store::ErrorKind::NotFound) => ApiError::bad_spec(&path, format!("no such file ({error}); upload it first")),
+        (ItemsError::Open(_), volley_store::ErrorKind::Denied | volley_store::ErrorKind::Rejected) => ApiError::bad_spec(&path, error.to_string()),
+        _ => ApiError::store(kind, format!("{path}: {error}")),
+    }
+}
+
+/// What the job would be. Creates nothing.
+async fn dry_run(app: &App, caller: &Caller, job: &ValidJob) -> Result<PlanAnswer, ApiError> {
+    let counted = match job.items().file() {
+        None => None,
+        Some(file) => Some(count(app, caller, file).await?.2),
+    };
+    let tasks = counted.as_ref().map_or_else(|| job.tasks(), |counted| Some(counted.index.count));
+    let tasks = tasks.ok_or_else(|| ApiError::bad_spec("$.items", "can't be counted"))?;
+    let shown = |index: u32| -> Result<Value, ApiError> {
+        let item = match &counted {
+            None => job.items().item(u64::from(index)),
+            Some(counted) => item_of(counted, index),
+        };
+        let item = item.ok_or_else(|| ApiError::bad_spec("$.items", format!("task {index} has no item")))?;
+        // The job has no id yet; what a worker will put in is shown as its name.
+        let resolved = job.resolve(&item, index, "${job.id}", 1);
+        let resolved = resolved.map_err(|error| ApiError::bad_spec("$.task", format!("task {index}: {error}")))?;
+        Ok(task_json(index, &item, &resolved))
+    };
+    let first = (0..tasks.min(SHOWN)).map(shown).collect::<Result<_, _>>()?;
+    // A large file's last tasks may lie on a page before the last one, which isn't kept; those that are at hand are shown.
+    let from = counted.as_ref().and_then(|c| c.last.as_ref()).map_or(0, |page| page.entry.first);
+    let last = (tasks.saturating_sub(SHOWN).max(SHOWN).max(from.min(tasks))..tasks).map(shown).collect::<Result<_, _>>()?;
+    Ok(PlanAnswer { tasks, first, last })
+}
+
+fn item_of(counted: &Counted, index: u32) -> Option<Value> {
+    let on = |page: &&Page| (page.entry.first..page.entry.first + page.entry.count).contains(&index);
+    let page = counted.kept.iter().chain(&counted.last).find(on)?;
+    LoadedPage::new(&page.entry, page.bytes.clone()).ok()?.item(index).ok()
+}
+
+fn task_json(index: u32, item: &Value, task: &ResolvedTask) -> Value {
+    let inputs = task.inputs.iter().map(|input| {
+        let from = match &input.from {
+            InputSource::S3 { bucket, key } => format!("s3://{bucket}/{key}"),
+            InputSource::Http(url) => url.clone(),
+            InputSource::Upload(id) => format!("upload:{id}"),
+        };
+        json!({ "from": from, "path": input.path, "sha256": input.sha256, "executable": input.executable })
+    });
+    let inputs: Vec<Value> = inputs.collect();
+    json!({
+        "index": index, "item": item, "image": task.image, "isolation": task.isolation, "command": task.command, "env": task.env,
+        "stdin": task.stdin, "workdir": task.workdir, "resources": task.resources, "inputs": inputs, "outputs": task.outputs,
+        "volumes": task.volumes, "timeouts": task.timeouts, "network": task.network, "secrets": task.secrets,
+    })
+}

@@ -74,6 +74,12 @@ pub struct App {
     pub stop: CancellationToken,
 }
 
+impl std::fmt::Debug for App {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("App").field("cluster", &self.cluster).field("store", &self.store).finish_non_exhaustive()
+    }
+}
+
 impl App {
     /// A job's rows, if the caller may see it.
     ///

@@ -1,1 +1,76 @@
-fn main() {}
+//! The one binary, and the composition root: the only place that sees every crate.
+//!
+//! Owns the way from arguments to a running process and back to an exit code. Does not own anything a process does once it runs.
+
+mod embedded;
+mod log;
+mod serve;
+mod telemetry;
+mod up;
+
+use std::process::ExitCode;
+
+use volley_cli::{Exit, Outcome, ServeCommand};
+use volley_worker::Spawner;
+
+fn main() -> ExitCode {
+    let cli = match volley_cli::parse(std::env::args_os()) {
+        Ok(cli) => cli,
+        Err(exit) => return exit.into(),
+    };
+    // One thread: verbs are clients, and a worker's spawner must be forked off before there are more.
+    let first = match tokio::runtime::Builder::new_current_thread().enable_all().build() {
+        Ok(runtime) => runtime,
+        Err(error) => return fail(&format!("can't start: {error}")),
+    };
+    let (command, _out) = match first.block_on(volley_cli::execute(cli)) {
+        Outcome::Done(exit) => return exit.into(),
+        Outcome::Serve { command, out } => (command, out),
+    };
+    drop(first);
+    serve(command)
+}
+
+fn serve(command: ServeCommand) -> ExitCode {
+    let spawner = match &command {
+        ServeCommand::Up(_) | ServeCommand::Worker(_) => match Spawner::start() {
+            Ok(spawner) => Some(spawner),
+            Err(error) => return fail(&error.to_string()),
+        },
+        ServeCommand::Coordinator(_) | ServeCommand::Log(_) => None,
+    };
+    let runtime = match tokio::runtime::Builder::new_multi_thread().enable_all().build() {
+        Ok(runtime) => runtime,
+        Err(error) => return fail(&format!("can't start: {error}")),
+    };
+    let done = runtime.block_on(async {
+        let telemetry = telemetry::start(role(&command));
+        let done = match command {
+            ServeCommand::Up(args) => up::up(args, spawner).await,
+            ServeCommand::Coordinator(args) => serve::coordinator(args).await,
+            ServeCommand::Worker(args) => serve::worker(args, spawner).await,
+            ServeCommand::Log(args) => log::log(args).await,
+        };
+        telemetry.stop();
+        done
+    });
+    runtime.shutdown_timeout(std::time::Duration::from_secs(2));
+    match done {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => fail(&error),
+    }
+}
+
+fn role(command: &ServeCommand) -> &'static str {
+    match command {
+        ServeCommand::Up(_) => "up",
+        ServeCommand::Coordinator(_) => "coordinator",
+        ServeCommand::Worker(_) => "worker",
+        ServeCommand::Log(_) => "log",
+    }
+}
+
+fn fail(message: &str) -> ExitCode {
+    eprintln!("error: {message}");
+    Exit::Unavailable.into()
+}

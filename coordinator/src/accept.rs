@@ -8,7 +8,6 @@ use volley_jobspecs::wire::record::Submit;
 use crate::state::effects::{Answer, Effects, Refusal};
 use crate::state::job::{Facts, Job};
 use crate::state::{KEY_MS, Key, State, Timer};
-use crate::{finish, timers};
 
 /// Applies a submit.
 pub fn accept(state: &mut State, sequence: u64, submit: &Submit, fx: &mut Effects) {
@@ -70,12 +69,9 @@ fn create(state: &mut State, sequence: u64, submit: &Submit, fx: &mut Effects) -
     state.keys.insert((tenant.clone(), submit.idempotency_key.clone()), key);
     fx.keys.insert((tenant, submit.idempotency_key.clone()));
 
-    let mut job = Job::new(id, facts);
-    timers::watch_queue(&mut job, &state.head, &mut state.timers);
-    state.timers.extend(timers::total(&job));
-    state.jobs.insert(id, job);
+    state.jobs.insert(id, Job::new(id, facts));
+    state.head.unstamped.insert(id);
     fx.new_jobs.insert(id);
-    fx.jobs.insert(id);
-    finish::check(state, id, fx);
+    fx.touched_jobs.insert(id);
     Answer::Submitted { job: id, tasks: submit.plan.tasks, existed: false }
 }

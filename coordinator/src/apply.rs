@@ -24,16 +24,19 @@ pub enum ApplyError {
     },
 }
 
-/// What must be in memory before `record` is applied: jobs, and whether their settled pages are needed too.
+/// What must be in memory before `record` is applied: a job, and whether its settled pages are needed too.
 #[must_use]
-pub fn needs(record: &Record) -> Vec<(JobId, bool)> {
-    match record {
-        Record::Control(control) => match &control.verb {
-            Verb::Rerun { job } => vec![(*job, true)],
-            Verb::Cancel { job, .. } | Verb::Pause { job } | Verb::Resume { job } | Verb::Remove { job } => vec![(*job, false)],
-            Verb::Drain { .. } | Verb::PutTenant { .. } | Verb::CreateToken { .. } | Verb::RevokeToken { .. } => Vec::new(),
-        },
-        Record::Submit(_) | Record::Lead(_) | Record::Decided(_) | Record::Report(_) => Vec::new(),
+pub fn needs(record: &Record) -> Option<(JobId, bool)> {
+    let Record::Control(control) = record else { return None };
+    Some((job_of(&control.verb)?, matches!(control.verb, Verb::Rerun { .. })))
+}
+
+/// The job a verb is about.
+#[must_use]
+pub fn job_of(verb: &Verb) -> Option<JobId> {
+    match verb {
+        Verb::Cancel { job, .. } | Verb::Pause { job } | Verb::Resume { job } | Verb::Rerun { job } | Verb::Remove { job } => Some(*job),
+        Verb::Drain { .. } | Verb::PutTenant { .. } | Verb::CreateToken { .. } | Verb::RevokeToken { .. } => None,
     }
 }
 

@@ -38,7 +38,7 @@ fn open(state: &mut State, id: BundleId, assignment: &Assignment, fx: &mut Effec
     timers::watch_queue(job, &state.head, &mut state.timers);
     worker.promised.add(&needs);
     worker.bundles.insert(id, Bundle { job: job.id, tasks: taken, left: count, assigned_ms: state.head.now_ms, needs });
-    fx.jobs.insert(job.id);
+    fx.touched_jobs.insert(job.id);
     fx.workers.insert(assignment.worker.clone());
     fx.opened.push((assignment.worker.clone(), id));
 }
@@ -95,7 +95,7 @@ fn take_one(job: &mut Job, id: BundleId, index: u32, fx: &mut Effects) -> bool {
         number = cell.number;
     });
     job.open.insert(index, OpenAttempt { bundle: id, number });
-    fx.pages.insert((job.id, index / PAGE_TASKS));
+    fx.touched_pages.insert((job.id, index / PAGE_TASKS));
     true
 }
 
@@ -116,8 +116,8 @@ pub fn close(state: &mut State, worker: &WorkerId, job: JobId, index: u32, fx: &
         found.bundles -= 1;
         fx.closed.push((worker.clone(), id));
     }
-    fx.pages.insert((job, index / PAGE_TASKS));
-    fx.jobs.insert(job);
+    fx.touched_pages.insert((job, index / PAGE_TASKS));
+    fx.touched_jobs.insert(job);
     fx.workers.insert(worker.clone());
     Some(assigned_ms)
 }

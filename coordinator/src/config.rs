@@ -15,7 +15,7 @@ use volley_store::StoreConfig;
 use crate::api::auth::{BOOTSTRAP_ID, TOKEN_PREFIX};
 use crate::api::uploads::UPLOAD_BYTES_MAX;
 use crate::io::bus::NatsConfig;
-use crate::leader::Timings;
+use crate::leader::Tuning;
 
 /// How long NATS may be away when a coordinator starts, by default: a server that starts beside it is up within seconds.
 pub const START_PATIENCE: Duration = Duration::from_secs(60);
@@ -51,8 +51,8 @@ pub struct CoordinatorConfig {
     pub upload_bytes_max: u64,
     /// How long NATS may be away at the start.
     pub start_patience: Duration,
-    /// Timings that tests shorten.
-    pub timings: Timings,
+    /// Tuning that tests shorten.
+    pub tuning: Tuning,
 }
 
 // Written by hand so that no log line can ever show a secret.
@@ -100,7 +100,7 @@ impl CoordinatorConfig {
             items_buckets: Vec::new(),
             upload_bytes_max: UPLOAD_BYTES_MAX,
             start_patience: START_PATIENCE,
-            timings: Timings::default(),
+            tuning: Tuning::default(),
         }
     }
 

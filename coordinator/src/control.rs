@@ -19,9 +19,9 @@ pub fn control(state: &mut State, sequence: u64, control: &Control, fx: &mut Eff
     let tenant = &control.actor.tenant;
     let done = match &control.verb {
         Verb::Cancel { job, stop_running, reason } => cancel(state, sequence, tenant, *job, *stop_running, reason, fx),
-        Verb::Pause { job } => pause(state, tenant, *job, true, fx),
-        Verb::Resume { job } => pause(state, tenant, *job, false, fx),
-        Verb::Rerun { job } => rerun(state, tenant, *job, fx),
+        Verb::Pause { job } => pause(state, tenant, *job, true),
+        Verb::Resume { job } => pause(state, tenant, *job, false),
+        Verb::Rerun { job } => rerun(state, tenant, *job),
         Verb::Remove { job } => remove(state, tenant, *job),
         Verb::Drain { worker, on } => match state.workers.get_mut(worker) {
             Some(found) => {
@@ -45,6 +45,11 @@ pub fn control(state: &mut State, sequence: u64, control: &Control, fx: &mut Eff
             None => Err(Refusal::NoToken(id.clone())),
         },
     };
+    // A job and pages that were loaded for this record leave memory at its end, whatever came of the record.
+    if let Some(job) = crate::apply::job_of(&control.verb).and_then(|id| state.jobs.get(&id)) {
+        fx.touched_jobs.insert(job.id);
+        fx.touched_pages.extend(job.pages.keys().map(|number| (job.id, *number)));
+    }
     let answer = done.map_or_else(Answer::Refused, |()| Answer::Done);
     fx.answers.push((control.actor.request_id.clone(), answer));
 }
@@ -56,7 +61,6 @@ fn may(state: &State, tenant: &TenantId, id: JobId) -> Result<(), Refusal> {
 
 fn cancel(state: &mut State, sequence: u64, tenant: &TenantId, id: JobId, now: bool, reason: &str, fx: &mut Effects) -> Result<(), Refusal> {
     may(state, tenant, id)?;
-    fx.jobs.insert(id);
     if state.jobs.get(&id).is_some_and(|job| job.progress.ended_ms.is_some()) {
         return Err(Refusal::Ended(id));
     }
@@ -65,9 +69,8 @@ fn cancel(state: &mut State, sequence: u64, tenant: &TenantId, id: JobId, now: b
     Ok(())
 }
 
-fn pause(state: &mut State, tenant: &TenantId, id: JobId, on: bool, fx: &mut Effects) -> Result<(), Refusal> {
+fn pause(state: &mut State, tenant: &TenantId, id: JobId, on: bool) -> Result<(), Refusal> {
     may(state, tenant, id)?;
-    fx.jobs.insert(id);
     let Some(job) = state.jobs.get_mut(&id).filter(|job| job.progress.ended_ms.is_none()) else { return Err(Refusal::Ended(id)) };
     job.progress.paused = on;
     timers::watch_queue(job, &state.head, &mut state.timers);
@@ -75,9 +78,8 @@ fn pause(state: &mut State, tenant: &TenantId, id: JobId, on: bool, fx: &mut Eff
 }
 
 /// Opens a new round for every ended task without success: numbers go on, budgets start afresh, successes stay.
-fn rerun(state: &mut State, tenant: &TenantId, id: JobId, fx: &mut Effects) -> Result<(), Refusal> {
+fn rerun(state: &mut State, tenant: &TenantId, id: JobId) -> Result<(), Refusal> {
     may(state, tenant, id)?;
-    fx.jobs.insert(id);
     let Some(job) = state.jobs.get_mut(&id) else { return Err(Refusal::NoJob(id)) };
     let mut again: Vec<u32> = Vec::new();
     for (number, page) in &job.pages {
@@ -90,8 +92,6 @@ fn rerun(state: &mut State, tenant: &TenantId, id: JobId, fx: &mut Effects) -> R
         let count = job.progress.by_class.entry(class as u8).or_insert(0);
         *count = count.saturating_sub(job.facts.plan.tasks - job.progress.next_fresh);
     }
-    // Settled pages were loaded for this record; those that stay settled leave memory again at its end.
-    fx.pages.extend(job.pages.keys().map(|number| (id, *number)));
     if again.is_empty() && rest.is_none() {
         return Err(Refusal::NothingToRerun(id));
     }
@@ -101,6 +101,10 @@ fn rerun(state: &mut State, tenant: &TenantId, id: JobId, fx: &mut Effects) -> R
             cell.failures = 0;
             cell.infra = 0;
         });
+    }
+    // The total deadline was for the first round; the queue deadline starts anew below.
+    if let Some(timer) = timers::total(job) {
+        state.timers.remove(&timer);
     }
     for timer in finish::retention_timers(id, &job.facts, &job.progress, &state.head) {
         state.timers.remove(&timer);

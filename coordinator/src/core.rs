@@ -11,7 +11,7 @@ use volley_jobspecs::wire::{self, DecodeError};
 
 use crate::apply::{self, ApplyError};
 use crate::control::OPERATOR;
-use crate::leader::{Leader, Timings};
+use crate::leader::{Leader, Tuning};
 use crate::state::effects::Effects;
 use crate::state::rows::{self, Rows, RowsError};
 use crate::state::{State, Tenant};
@@ -80,6 +80,12 @@ impl Core {
         self.leader.as_mut().map(|leader| (leader, &self.state))
     }
 
+    /// The leader's part, to look at.
+    #[must_use]
+    pub fn leader_ref(&self) -> Option<&Leader> {
+        self.leader.as_ref()
+    }
+
     /// Does it lead?
     #[must_use]
     pub fn leads(&self) -> bool {
@@ -98,13 +104,10 @@ impl Core {
                 continue;
             }
             let record: Record = wire::decode("record", bytes).map_err(|source| CoreError::Record { sequence: *sequence, source })?;
-            let needs = apply::needs(&record);
-            if !needs.is_empty() {
+            if let Some((job, settled)) = apply::needs(&record) {
                 // What is loaded must not be older than what is still to be stored.
                 self.store(rows, &mut fx, &mut all)?;
-                for (job, settled) in needs {
-                    rows::load_job(&mut self.state, rows, job, settled)?;
-                }
+                rows::load_job(&mut self.state, rows, job, settled)?;
             }
             self.compare(&record)?;
             apply::apply(&mut self.state, *sequence, &record, &mut fx)?;
@@ -160,8 +163,8 @@ impl Core {
     }
 
     /// Takes office: our Lead record, of this term, was applied.
-    pub fn take_office(&mut self, wall_ms: u64, now_ms: u64, timings: Timings) {
-        self.leader = Some(Leader::new(&self.state, wall_ms, now_ms, timings));
+    pub fn take_office(&mut self, wall_ms: u64, now_ms: u64, tuning: Tuning) {
+        self.leader = Some(Leader::new(&self.state, wall_ms, now_ms, tuning));
     }
 
     /// Leaves office.

@@ -22,7 +22,7 @@ use crate::core::{Core, CoreError};
 use crate::io::lease;
 use crate::io::log::{Fenced, Log, LogError};
 use crate::io::rocks::RocksRows;
-use crate::leader::{Action, Leader, Timings};
+use crate::leader::{Action, Leader, Tuning};
 use crate::metrics::Metrics;
 use crate::state::State;
 use crate::state::effects::{Answer, Effects};
@@ -84,8 +84,8 @@ pub struct Parts {
     pub rows: RocksRows,
     /// What trails a job's end.
     pub trailer: Arc<dyn Trailer>,
-    /// Timings.
-    pub timings: Timings,
+    /// Tuning.
+    pub tuning: Tuning,
     /// Copies of the lease's bucket.
     pub replicas: usize,
     /// What is counted.
@@ -277,7 +277,7 @@ impl Driver {
         let head = &self.core.state().head;
         if !self.leading && self.lead_sent.is_some() && head.leader == self.parts.name {
             let (term, now_ms) = (head.term, self.now_ms());
-            self.core.take_office(wall_ms(), now_ms, self.parts.timings);
+            self.core.take_office(wall_ms(), now_ms, self.parts.tuning);
             self.leading = true;
             tracing::info!(coordinator = %self.parts.name, term = term.0, "leading");
         }

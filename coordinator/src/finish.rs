@@ -14,16 +14,17 @@ use crate::timers;
 
 /// Ends the job if every task has ended.
 pub fn check(state: &mut State, id: JobId, fx: &mut Effects) {
-    let Some(job) = state.jobs.get_mut(&id) else { return };
-    if job.progress.ended_ms.is_some() || job.ended_tasks() < job.tasks() {
+    if state.jobs.get(&id).is_none_or(|job| job.progress.ended_ms.is_some() || job.ended_tasks() < job.tasks()) {
         return;
     }
+    // While it still counts as running: afterwards it has no deadlines to name.
+    timers::drop_deadlines(state, id);
+    let Some(job) = state.jobs.get_mut(&id) else { return };
     job.progress.ended_ms = Some(state.head.now_ms);
     job.progress.trailing = vec![Trailing::Manifest];
     let retention = retention_timers(id, &job.facts, &job.progress, &state.head);
-    timers::drop_deadlines(state, id);
     state.timers.extend(retention);
-    fx.jobs.insert(id);
+    fx.touched_jobs.insert(id);
 }
 
 /// Ends the job before its tasks are done: what waits is cancelled at once, in one record; what runs is stopped or may end.
@@ -37,14 +38,14 @@ pub fn end(state: &mut State, sequence: u64, id: JobId, cause: EndCause, reason:
     }
     let class = if cause == EndCause::Queue { FailureClass::QueueTimeout } else { FailureClass::Cancelled };
     let phase = if cause == EndCause::Queue { Phase::Failed } else { Phase::Cancelled };
-    let mut ended: Vec<u32> = job.ready.iter().copied().collect();
+    let mut ended: Vec<u32> = Vec::new();
     for (number, page) in &job.pages {
         let first = number * PAGE_TASKS;
         let places = page.cells().iter().enumerate();
-        let hit = places.filter(|(_, cell)| cell.phase == Phase::Backoff || (stop_running && cell.phase == Phase::Open));
+        let waits = |phase| matches!(phase, Phase::Ready | Phase::Backoff);
+        let hit = places.filter(|(_, cell)| waits(cell.phase) || (stop_running && cell.phase == Phase::Open));
         ended.extend(hit.map(|(place, _)| first + place as u32));
     }
-    ended.sort_unstable();
     for index in ended {
         let (page, place) = job.page_mut(index);
         if let Some(due) = page.due.get(&place).copied() {
@@ -55,7 +56,7 @@ pub fn end(state: &mut State, sequence: u64, id: JobId, cause: EndCause, reason:
             cell.phase = phase;
             cell.set_class(Some(class));
         });
-        fx.pages.insert((id, index / PAGE_TASKS));
+        fx.touched_pages.insert((id, index / PAGE_TASKS));
         fx.result(id, sequence, ResultEntry { index, number: 0, class: Some(class), attempts });
     }
     // Tasks that were never given out end as a range: they have no cells, no rows, and cost nothing.
@@ -64,7 +65,7 @@ pub fn end(state: &mut State, sequence: u64, id: JobId, cause: EndCause, reason:
         job.progress.rest = Some(class);
         *job.progress.by_class.entry(class as u8).or_insert(0) += rest;
     }
-    fx.jobs.insert(id);
+    fx.touched_jobs.insert(id);
     check(state, id, fx);
 }
 
@@ -82,7 +83,7 @@ pub fn done(state: &mut State, id: JobId, what: Trailing, fx: &mut Effects) {
         Trailing::Manifest => {
             let Some(job) = state.jobs.get_mut(&id) else { return };
             job.progress.trailing.retain(|t| *t != Trailing::Manifest);
-            fx.jobs.insert(id);
+            fx.touched_jobs.insert(id);
         }
         Trailing::FailedObjects => _ = state.head.sweep.remove(&id),
         Trailing::Objects => {
@@ -113,17 +114,20 @@ pub fn retention_timers(id: JobId, facts: &Facts, progress: &Progress, head: &He
 
 /// Lets go of pages and jobs that nothing will change any more. They stay in RocksDB.
 pub fn evict(state: &mut State, fx: &mut Effects) {
-    for (id, number) in fx.pages.clone() {
+    for (id, number) in std::mem::take(&mut fx.touched_pages) {
         let Some(job) = state.jobs.get_mut(&id) else { continue };
         if job.pages.get(&number).is_some_and(crate::state::task::Page::settled) && let Some(page) = job.pages.remove(&number) {
             fx.pages.remove(&(id, number));
             fx.settled.push((id, number, page));
+        } else {
+            fx.pages.insert((id, number));
         }
     }
-    for id in fx.jobs.clone() {
+    for id in std::mem::take(&mut fx.touched_jobs) {
         let over = state.jobs.get(&id).is_some_and(|job| job.progress.ended_ms.is_some() && job.open.is_empty() && job.progress.trailing.is_empty());
         if over && let Some(job) = state.jobs.remove(&id) {
             fx.evicted.push(job);
         }
+        fx.jobs.insert(id);
     }
 }

@@ -48,18 +48,27 @@ pub enum Action {
     StepDown,
 }
 
-/// Timings that tests shorten; production uses the default.
+/// What tests shorten and other builds may set otherwise; production uses the default.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Timings {
+pub struct Tuning {
     /// See [`LOST_AFTER_MS`].
     pub lost_after_ms: u64,
     /// See [`GRACE_MS`].
     pub grace_ms: u64,
+    /// See [`place::BUNDLE_MS`].
+    pub bundle_ms: u64,
+    /// See [`place::BUNDLE_TASKS_MAX`].
+    pub bundle_tasks_max: u32,
 }
 
-impl Default for Timings {
+impl Default for Tuning {
     fn default() -> Self {
-        Self { lost_after_ms: LOST_AFTER_MS, grace_ms: GRACE_MS }
+        Self {
+            lost_after_ms: LOST_AFTER_MS,
+            grace_ms: GRACE_MS,
+            bundle_ms: place::BUNDLE_MS,
+            bundle_tasks_max: place::BUNDLE_TASKS_MAX,
+        }
     }
 }
 
@@ -72,7 +81,9 @@ pub struct Leader {
     anchor: (u64, u64),
     /// Since when workers can be heard.
     connected_ms: u64,
-    timings: Timings,
+    /// The last instant it was told, by the monotonic clock.
+    now_ms: u64,
+    tuning: Tuning,
     scheduler: Scheduler,
     links: BTreeMap<WorkerId, Link>,
     /// Decisions that ride in the next round.
@@ -90,15 +101,16 @@ pub struct Leader {
 impl Leader {
     /// Takes office. `wall_ms` since 1970, `now_ms` monotonic. The state has applied everything up to our Lead record.
     #[must_use]
-    pub fn new(state: &State, wall_ms: u64, now_ms: u64, timings: Timings) -> Self {
+    pub fn new(state: &State, wall_ms: u64, now_ms: u64, tuning: Tuning) -> Self {
         let links = state.workers.iter().map(|(name, worker)| (name.clone(), Link::new(worker.incarnation, now_ms))).collect();
         Self {
             term: state.head.term,
             round: state.head.round,
             anchor: (wall_ms.max(state.head.now_ms), now_ms),
             connected_ms: now_ms,
-            timings,
-            scheduler: Scheduler::default(),
+            now_ms,
+            tuning,
+            scheduler: Scheduler::new(tuning.bundle_ms, tuning.bundle_tasks_max),
             links,
             pending: Vec::new(),
             joining: BTreeMap::new(),
@@ -149,7 +161,7 @@ impl Leader {
             match state.workers.get(name) {
                 None => _ = self.links.remove(name),
                 Some(worker) if self.links.get(name).is_none_or(|link| link.incarnation != worker.incarnation) => {
-                    self.links.insert(name.clone(), Link::new(worker.incarnation, self.connected_ms));
+                    self.links.insert(name.clone(), Link::new(worker.incarnation, self.now_ms));
                     if let Some(beat) = self.joining.remove(name) {
                         self.meet(state, &beat);
                     }
@@ -206,6 +218,7 @@ impl Leader {
         if beat.term > self.term {
             return None;
         }
+        self.now_ms = self.now_ms.max(now_ms);
         let workers = self.links.len().max(1) as u64;
         let linger_ms = LINGER_MS_MIN.max((workers * 1_000 / REPORTS_PER_SECOND) as u32);
         let answer = |joined, lost| Some(BeatAnswer { term: self.term, linger_ms, joined, lost });
@@ -278,6 +291,7 @@ impl Leader {
         if state.head.term > self.term {
             return vec![Action::StepDown];
         }
+        self.now_ms = self.now_ms.max(now_ms);
         let mut actions = Vec::new();
         if !self.in_flight
             && let Some(decided) = self.decide(state, now_ms)
@@ -352,9 +366,9 @@ impl Leader {
     }
 
     fn declare_lost(&mut self, state: &State, now_ms: u64) {
-        let heard_from = self.connected_ms + self.timings.grace_ms;
+        let heard_from = self.connected_ms + self.tuning.grace_ms;
         for (name, link) in &self.links {
-            let dead = now_ms >= heard_from.max(link.heard_ms + self.timings.lost_after_ms);
+            let dead = now_ms >= heard_from.max(link.heard_ms + self.tuning.lost_after_ms);
             if let Some(worker) = state.workers.get(name).filter(|_| dead) {
                 self.pending.push(Decision::WorkerLost { worker: name.clone(), incarnation: worker.incarnation, left: false });
             }

@@ -36,8 +36,10 @@ pub const ROUND_RUNS_MAX: usize = 16_384;
 pub const AVOID_MAX: usize = 100_000;
 
 /// What the leader has learnt and keeps from round to round. Losing it costs a little speed, never correctness.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct Scheduler {
+    bundle_ms: u64,
+    bundle_tasks_max: u32,
     durations: BTreeMap<JobId, Durations>,
     starts: BTreeMap<JobId, (f64, u64)>,
     avoid: BTreeMap<(JobId, u32), WorkerId>,
@@ -45,6 +47,19 @@ pub struct Scheduler {
 }
 
 impl Scheduler {
+    /// One that has learnt nothing. For the arguments see [`BUNDLE_MS`] and [`BUNDLE_TASKS_MAX`].
+    #[must_use]
+    pub fn new(bundle_ms: u64, bundle_tasks_max: u32) -> Self {
+        Self {
+            bundle_ms,
+            bundle_tasks_max,
+            durations: BTreeMap::new(),
+            starts: BTreeMap::new(),
+            avoid: BTreeMap::new(),
+            conduct: BTreeMap::new(),
+        }
+    }
+
     /// Learns from ended attempts.
     pub fn learn(&mut self, ended: &[(AttemptName, AttemptRow)]) {
         for (name, row) in ended {
@@ -90,9 +105,9 @@ impl Scheduler {
     /// Tasks a bundle of this job should have, when `slots` could take its tasks.
     fn bundle_tasks(&self, job: JobId, left: u32, slots: u32) -> u32 {
         let Some(median_ms) = self.durations.get(&job).and_then(Durations::median_ms) else { return 1 };
-        let by_time = BUNDLE_MS / median_ms.max(1);
+        let by_time = self.bundle_ms / median_ms.max(1);
         let by_share = left / slots.max(1);
-        (by_time.min(u64::from(BUNDLE_TASKS_MAX)) as u32).min(by_share).max(1)
+        (by_time.min(u64::from(self.bundle_tasks_max)) as u32).min(by_share).max(1)
     }
 
     fn may_wait(&self, job: JobId) -> bool {

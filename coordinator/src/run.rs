@@ -187,7 +187,7 @@ pub async fn run(config: CoordinatorConfig, stop: CancellationToken) -> Result<R
     let listener = tokio::net::TcpListener::bind(config.listen).await.map_err(listen_error)?;
     let addr = listener.local_addr().map_err(listen_error)?;
     let cluster = log.cluster.clone();
-    let parts = Parts { name, client, connections, log, rows, trailer, timings: config.timings, replicas: config.replicas, metrics };
+    let parts = Parts { name, client, connections, log, rows, trailer, tuning: config.tuning, replicas: config.replicas, metrics };
     let stop = stop.child_token();
     let (handle, driver) = driver::start(parts, stop.clone()).await?;
     let app = Arc::new(App {

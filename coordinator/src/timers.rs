@@ -19,6 +19,9 @@ pub const TIMERS_PER_TICK: usize = 10_000;
 /// Moves time and fires what is due, in (due, id) order.
 pub fn tick(state: &mut State, sequence: u64, now_ms: u64, fx: &mut Effects) {
     state.head.now_ms = state.head.now_ms.max(now_ms);
+    for id in std::mem::take(&mut state.head.unstamped) {
+        stamp(state, id, fx);
+    }
     for _ in 0..TIMERS_PER_TICK {
         let Some(entry) = state.timers.first().filter(|(due, _)| *due <= state.head.now_ms).cloned() else { return };
         state.timers.remove(&entry);
@@ -26,10 +29,24 @@ pub fn tick(state: &mut State, sequence: u64, now_ms: u64, fx: &mut Effects) {
     }
 }
 
-/// Is a timer due at `now_ms`?
+/// Starts the clock of a job that was submitted since the last Tick.
+fn stamp(state: &mut State, id: JobId, fx: &mut Effects) {
+    let Some(job) = state.jobs.get_mut(&id).filter(|job| job.progress.ended_ms.is_none()) else { return };
+    if let (Some(wait), Some(since)) = (job.facts.plan.queue_ms, job.progress.idle_since_ms.take()) {
+        state.timers.remove(&(since.saturating_add(wait), Timer::Queue(id)));
+    }
+    job.facts.submitted_ms = state.head.now_ms;
+    watch_queue(job, &state.head, &mut state.timers);
+    state.timers.extend(total(job));
+    fx.new_jobs.insert(id);
+    fx.touched_jobs.insert(id);
+    finish::check(state, id, fx);
+}
+
+/// Does something wait for a Tick of `now_ms`?
 #[must_use]
 pub fn due(state: &State, now_ms: u64) -> bool {
-    state.timers.first().is_some_and(|(due, _)| *due <= now_ms)
+    !state.head.unstamped.is_empty() || state.timers.first().is_some_and(|(due, _)| *due <= now_ms)
 }
 
 fn fire(state: &mut State, sequence: u64, timer: Timer, fx: &mut Effects) {
@@ -38,8 +55,8 @@ fn fire(state: &mut State, sequence: u64, timer: Timer, fx: &mut Effects) {
             let Some(job) = state.jobs.get_mut(&id) else { return };
             job.update(index, |cell| cell.phase = Phase::Ready);
             watch_queue(job, &state.head, &mut state.timers);
-            fx.pages.insert((id, index / PAGE_TASKS));
-            fx.jobs.insert(id);
+            fx.touched_pages.insert((id, index / PAGE_TASKS));
+            fx.touched_jobs.insert(id);
         }
         Timer::Queue(id) => {
             let wait = state.jobs.get(&id).and_then(|job| job.facts.plan.queue_ms).unwrap_or(0);
@@ -88,7 +105,8 @@ pub fn total(job: &Job) -> Option<(u64, Timer)> {
 /// Every timer a job in memory has; used when it is loaded.
 #[must_use]
 pub fn of_job(job: &Job, head: &Head) -> Vec<(u64, Timer)> {
-    let mut timers: Vec<(u64, Timer)> = total(job).into_iter().collect();
+    let stamped = !head.unstamped.contains(&job.id);
+    let mut timers: Vec<(u64, Timer)> = total(job).filter(|_| stamped).into_iter().collect();
     if let (Some(wait), Some(since)) = (job.facts.plan.queue_ms, job.progress.idle_since_ms) {
         timers.push((since.saturating_add(wait), Timer::Queue(job.id)));
     }

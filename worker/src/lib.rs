@@ -1,1 +1,148 @@
-//! Placeholder while the dependency set is built.
+//! The agent of a host: takes bundles, runs their tasks, keeps what they leave, and reports how they ended.
+//!
+//! Owns the road of an attempt from receipt to report: `claim`, `prepare`, `restore`, `execute`, `persist`, `report`, `reclaim`. Their
+//! order is decided by pure state machines (`core`, `attempt`, `slots`) and carried out by one loop (`driver`). Does not own any
+//! decision about a job: those are the coordinator's.
+
+pub mod attempt;
+pub mod bundle;
+pub mod capture;
+pub mod cgroup;
+pub mod claim;
+pub mod config;
+pub mod control;
+pub mod core;
+pub mod dirs;
+pub mod driver;
+pub mod error;
+pub mod execute;
+pub mod executor;
+pub mod inputs;
+pub mod io;
+pub mod job;
+pub mod live;
+pub mod persist;
+mod place;
+pub mod ports;
+pub mod prepare;
+pub mod reclaim;
+pub mod report;
+pub mod restore;
+pub mod runtime;
+pub mod slots;
+pub mod spawner;
+pub mod stop;
+
+use std::sync::Arc;
+
+use tokio::sync::{mpsc, watch};
+use volley_jobspecs::wire::plan::Isolation;
+use volley_jobspecs::wire::work::WorkerInfo;
+
+pub use config::Config;
+pub use control::{Control, Handle, Status, control};
+pub use error::RunError;
+pub use io::nats::NatsBus;
+pub use io::objects::S3Objects;
+pub use spawner::Spawner;
+
+use cgroup::Cgroups;
+use driver::{Driver, EVENTS_MAX, Parts};
+use executor::Shared;
+use inputs::Inputs;
+use job::Pages;
+use place::Place;
+use ports::{Bus, Objects};
+
+/// Runs a worker until it has left. `spawner` was made first thing in `main`; without one, and if the worker offers `process`, it is
+/// made here, which costs more the larger this process is.
+///
+/// # Errors
+/// [`RunError`]: it can't begin. Once it has begun, nothing ends it but its handle.
+pub async fn run<B: Bus, O: Objects>(
+    config: Config,
+    bus: B,
+    objects: O,
+    spawner: Option<Spawner>,
+    control: Control,
+) -> Result<(), RunError> {
+    config.check()?;
+    let processes = config.isolation.contains(&Isolation::Process);
+    let spawner = match spawner.filter(|_| processes) {
+        Some(spawner) => Some(spawner),
+        None if processes => Some(Spawner::start()?),
+        None => None,
+    };
+    let (place, cgroups) = take_place(&config, spawner.as_ref(), processes).await?;
+    let (events, receiver) = mpsc::channel(EVENTS_MAX);
+    let (watched, watching) = watch::channel(Arc::default());
+    let inputs = Inputs::new(objects.clone(), place.dir.join("cache"), config.cache_bytes_max)
+        .map_err(|source| RunError::Dir { path: place.dir.clone(), what: "making its cache", source })?;
+    let shared = Shared {
+        bus: bus.clone(),
+        pages: Pages::new(objects.clone()),
+        objects,
+        inputs,
+        watched: watching,
+        events,
+        dir: place.dir.join("slots"),
+        owner: config.task_user,
+        stream_bytes_max: config.stream_bytes_max,
+    };
+    let core = core::CoreConfig {
+        worker: config.name.clone(),
+        info: WorkerInfo {
+            slots: config.slots,
+            cpu_milli: config.cpu_milli,
+            memory_bytes: config.memory_bytes,
+            disk_bytes: config.disk_bytes,
+            isolation: config.isolation.clone(),
+            labels: config.labels.clone(),
+            limits: cgroups.is_some(),
+            build: config.build.clone(),
+            host: config.host.clone(),
+        },
+        beat_ms: config.beat_ms,
+        linger_ms: config.linger_ms,
+        unsent_bytes_max: config.unsent_bytes_max,
+    };
+    let work = bus.work(&config.name).await?;
+    let parts = Parts { shared, events: receiver, watched, spawner, cgroups: cgroups.clone() };
+    Driver::new(core, parts).live(work, control.wishes, control.status).await;
+    if let Some(cgroups) = cgroups {
+        // What can't be removed now is removed at the next start.
+        let _ = tokio::task::spawn_blocking(move || cgroups.sweep()).await;
+    }
+    drop(place);
+    Ok(())
+}
+
+/// Takes the directory and the cgroups, with nothing of a predecessor left in either.
+async fn take_place(
+    config: &Config,
+    spawner: Option<&Spawner>,
+    processes: bool,
+) -> Result<(Place, Option<Arc<Cgroups>>), RunError> {
+    let (dir, want_cgroups) = (config.dir.clone(), config.cgroups && processes);
+    let zygote = spawner.map(Spawner::pid);
+    let taken = tokio::task::spawn_blocking(move || {
+        let mut place = Place::take(&dir)?;
+        let cgroups = if want_cgroups {
+            // Named by the directory, which one worker holds at a time, so what is in it is a predecessor's.
+            let hash = blake3::hash(place.dir.as_os_str().as_encoded_bytes()).to_hex();
+            match Cgroups::open(&format!("volley-{}", hash.get(..12).unwrap_or_default())) {
+                Ok(cgroups) => Some(Arc::new(cgroups)),
+                Err(why @ cgroup::CgroupError::Alive { .. }) => return Err(why.into()),
+                Err(why) => {
+                    tracing::warn!(%why, "no limits can be enforced; tasks that ask for cpu, memory or pids limits are refused");
+                    None
+                }
+            }
+        } else {
+            None
+        };
+        place.note(zygote)?;
+        Ok((place, cgroups))
+    });
+    taken.await.unwrap_or_else(|e| Err(RunError::Predecessor(e.to_string())))
+}

@@ -14,6 +14,10 @@ use super::task::Page;
 /// Everything a batch of records leaves to be done.
 #[derive(Debug, Default)]
 pub struct Effects {
+    /// Jobs the present record touched; moved to `jobs` or `evicted` at its end.
+    pub touched_jobs: BTreeSet<JobId>,
+    /// Pages the present record touched; moved to `pages` or `settled` at its end.
+    pub touched_pages: BTreeSet<(JobId, u32)>,
     /// Jobs whose facts are new.
     pub new_jobs: BTreeSet<JobId>,
     /// Jobs whose progress changed.

@@ -46,7 +46,7 @@ pub fn broken(state: &State) -> Vec<String> {
         broken.extend(broken_tasks(job));
         let counts = job.counts();
         let sum = counts.waiting + counts.running + counts.backoff + counts.succeeded + counts.failed + counts.infra_failed + counts.cancelled;
-        if sum != counts.total || counts.waiting != job.waiting() {
+        if sum != counts.total || counts.waiting != job.waiting() + held_back(job) {
             broken.push(format!("{} counts don't add up: {counts:?}, waiting {}", job.id, job.waiting()));
         }
         if job.progress.ended_ms.is_some() != (job.ended_tasks() == job.tasks()) {
@@ -54,6 +54,12 @@ pub fn broken(state: &State) -> Vec<String> {
         }
     }
     broken
+}
+
+/// Tasks that are to run again once their last attempt has been stopped.
+fn held_back(job: &super::job::Job) -> u32 {
+    let cells = job.pages.values().flat_map(super::task::Page::cells);
+    cells.filter(|cell| cell.phase == Phase::Ready && cell.held).count() as u32
 }
 
 fn broken_tasks(job: &super::job::Job) -> Vec<String> {
@@ -69,10 +75,10 @@ fn broken_tasks(job: &super::job::Job) -> Vec<String> {
             backoff += u32::from(cell.phase == Phase::Backoff);
             let wrong = (cell.held != job.open.contains_key(&index))
                 || (cell.phase == Phase::Open && !cell.held)
-                || ((cell.phase == Phase::Ready) != job.ready.contains(&index))
+                || ((cell.phase == Phase::Ready && !cell.held) != job.ready.contains(&index))
                 || ((cell.phase == Phase::Backoff) != page.due.contains_key(&(place as u16)))
                 || ((cell.phase == Phase::Fresh) != (index >= job.progress.next_fresh))
-                || (matches!(cell.phase, Phase::Ready | Phase::Backoff | Phase::Fresh) && cell.held);
+                || (matches!(cell.phase, Phase::Backoff | Phase::Fresh) && cell.held);
             let over = cell.failures > job.facts.plan.retry.attempts.max(1) || cell.infra > job.facts.plan.retry.infra_attempts.max(1);
             if wrong || over {
                 broken.push(format!("{} task {index}: {cell:?}, open {:?}, next fresh {}", job.id, job.open.get(&index), job.progress.next_fresh));

@@ -215,17 +215,15 @@ impl Job {
         let (page, place) = self.page_mut(index);
         let Some(before) = page.update(place, change) else { return };
         let Some(after) = page.get(place).copied() else { return };
-        if before.phase == after.phase {
-            return;
-        }
-        self.count(&before, false);
-        self.count(&after, true);
-        match before.phase {
-            Phase::Ready => _ = self.ready.remove(&index),
-            Phase::Fresh | Phase::Open | Phase::Backoff | Phase::Succeeded | Phase::Failed | Phase::Cancelled => {}
-        }
-        if after.phase == Phase::Ready {
+        // A task that is to run again may still have an attempt that is being stopped: it waits for that one's end first.
+        if after.phase == Phase::Ready && !after.held {
             self.ready.insert(index);
+        } else if before.phase == Phase::Ready {
+            self.ready.remove(&index);
+        }
+        if before.phase != after.phase {
+            self.count(&before, false);
+            self.count(&after, true);
         }
     }
 
@@ -249,7 +247,7 @@ impl Job {
         self.ready.clear();
         for (number, page) in &self.pages {
             let first = number * PAGE_TASKS;
-            let ready = page.cells().iter().enumerate().filter(|(_, cell)| cell.phase == Phase::Ready);
+            let ready = page.cells().iter().enumerate().filter(|(_, cell)| cell.phase == Phase::Ready && !cell.held);
             self.ready.extend(ready.map(|(place, _)| first + place as u32));
         }
     }

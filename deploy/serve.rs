@@ -1,0 +1,179 @@
+//! `volley coordinator` and `volley worker`: from flags to a running process.
+//!
+//! Owns reading secrets from files and signals. Does not own what runs.
+
+use std::path::Path;
+use std::time::Duration;
+
+use tokio::signal::unix::{SignalKind, signal};
+use tokio_util::sync::CancellationToken;
+use volley_cli::serve::{CoordinatorArgs, NatsArgs, StoreArgs, WorkerArgs};
+use volley_coordinator::config::CoordinatorConfig;
+use volley_coordinator::io::bus::{self, ConnectError, NatsConfig};
+use volley_jobspecs::ids::WorkerId;
+use volley_jobspecs::wire::plan::Isolation;
+use volley_store::{Store, StoreConfig};
+use volley_worker::{Config, NatsBus, S3Objects, Spawner};
+
+/// Pause before NATS is tried again at a worker's start.
+const CONNECT_PAUSE: Duration = Duration::from_secs(1);
+/// How long a worker waits for NATS at its start: coordinators and workers may start before it.
+const CONNECT_PATIENCE: Duration = Duration::from_secs(60);
+
+/// What ended a process, in one line.
+pub type Ended = Result<(), String>;
+
+/// Makes one line of an error and its causes.
+pub fn line(error: impl std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut source = error.source();
+    while let Some(cause) = source {
+        let cause_text = cause.to_string();
+        if !text.contains(&cause_text) {
+            text = format!("{text}: {cause_text}");
+        }
+        source = cause.source();
+    }
+    text
+}
+
+fn secret(path: &Path, what: &str) -> Result<String, String> {
+    let text = std::fs::read_to_string(path).map_err(|e| format!("can't read the {what} {}: {e}", path.display()))?;
+    Ok(text.trim().to_owned())
+}
+
+/// How to reach NATS, as the flags say.
+pub fn nats(args: NatsArgs) -> Result<NatsConfig, String> {
+    let password = match args.password_file {
+        Some(path) => Some(secret(&path, "NATS password file")?),
+        None => args.password,
+    };
+    let user = match (args.user, password) {
+        (Some(user), Some(password)) => Some((user, password)),
+        (None, None) => None,
+        (Some(_), None) => return Err("--nats-user needs --nats-password-file (or NATS_PASSWORD)".to_owned()),
+        (None, Some(_)) => return Err("a NATS password needs --nats-user".to_owned()),
+    };
+    Ok(NatsConfig { url: args.url, user, credentials: args.credentials })
+}
+
+fn store(args: StoreArgs) -> StoreConfig {
+    let path_style = args.endpoint.is_some();
+    StoreConfig {
+        endpoint: args.endpoint,
+        region: args.region,
+        prefix: args.prefix,
+        credentials: None,
+        force_path_style: path_style,
+        ..StoreConfig::new("", &args.bucket, "", "")
+    }
+}
+
+fn host_name() -> String {
+    let name = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
+    let fit = |c: char| if c.is_ascii_alphanumeric() || c == '-' || c == '_' { c } else { '-' };
+    let name: String = name.trim().chars().map(fit).take(48).collect();
+    if name.starts_with(|c: char| c.is_ascii_alphanumeric()) { name } else { format!("host{name}") }
+}
+
+/// Runs a coordinator until it is told to stop.
+pub async fn coordinator(args: CoordinatorArgs) -> Ended {
+    let token = args.operator_token_file.as_deref().map(|path| secret(path, "operator token file")).transpose()?;
+    let config = CoordinatorConfig {
+        name: args.name.unwrap_or_else(host_name),
+        replicas: args.replicas,
+        listen: args.listen,
+        bootstrap_token: token,
+        ..CoordinatorConfig::new(nats(args.nats)?, args.data_dir, store(args.store))
+    };
+    let stop = CancellationToken::new();
+    let running = volley_coordinator::run::run(config, stop.clone()).await.map_err(line)?;
+    tracing::info!(addr = %running.addr, cluster = %running.cluster, "coordinator ready");
+    let mut join = running.join;
+    tokio::select! {
+        ended = &mut join => return ended.map_err(|e| format!("the coordinator panicked: {e}"))?.map_err(line),
+        () = stop_signal() => stop.cancel(),
+    }
+    join.await.map_err(|e| format!("the coordinator panicked: {e}"))?.map_err(line)
+}
+
+/// Waits for SIGTERM or SIGINT.
+pub async fn stop_signal() {
+    let (Ok(mut term), Ok(mut int)) = (signal(SignalKind::terminate()), signal(SignalKind::interrupt())) else {
+        return std::future::pending().await;
+    };
+    tokio::select! {
+        _ = term.recv() => {}
+        _ = int.recv() => {}
+    }
+}
+
+/// Connects a worker, waiting a while for a server that is not up yet.
+pub async fn connect(config: &NatsConfig, name: &str) -> Result<async_nats::Client, String> {
+    let started = tokio::time::Instant::now();
+    loop {
+        match bus::connect(config, name).await {
+            Ok((client, _)) => return Ok(client),
+            Err(error @ ConnectError::Unreachable { .. }) if started.elapsed() < CONNECT_PATIENCE => {
+                tracing::warn!("{error}; trying again");
+                tokio::time::sleep(CONNECT_PAUSE).await;
+            }
+            Err(error) => return Err(line(error)),
+        }
+    }
+}
+
+fn tiers(names: &[String], null: bool) -> Result<Vec<Isolation>, String> {
+    let mut tiers = Vec::new();
+    for name in names {
+        let known = [Isolation::Null, Isolation::Process, Isolation::Container, Isolation::Microvm];
+        let tier = known.into_iter().find(|tier| tier.as_str() == name);
+        tiers.push(tier.ok_or_else(|| format!("--isolation {name}: this build has process"))?);
+    }
+    if null && !tiers.contains(&Isolation::Null) {
+        tiers.push(Isolation::Null);
+    }
+    Ok(tiers)
+}
+
+/// Runs a worker until it has drained.
+pub async fn worker(args: WorkerArgs, spawner: Option<Spawner>) -> Ended {
+    let name = match args.name {
+        Some(name) => name,
+        None => WorkerId::new(&host_name()).map_err(line)?,
+    };
+    let mut config = Config::new(name, args.work_dir);
+    config.isolation = tiers(&args.isolation, args.null)?;
+    config.slots = args.slots.unwrap_or(config.slots);
+    config.cpu_milli = args.cpus.map_or(config.cpu_milli, |cpus| cpus.0);
+    config.memory_bytes = args.memory.map_or(config.memory_bytes, |size| size.0);
+    config.disk_bytes = args.disk.map_or(config.disk_bytes, |size| size.0);
+    config.labels = args.labels.into_iter().collect();
+    config.task_user = args.task_user;
+    let nats = nats(args.nats)?;
+    let store = store(args.store);
+    run_worker(config, &nats, store, spawner).await
+}
+
+/// Runs a worker: the first signal drains it, the second stops it now.
+pub async fn run_worker(config: Config, nats: &NatsConfig, store: StoreConfig, spawner: Option<Spawner>) -> Ended {
+    let client = connect(nats, config.name.as_str()).await?;
+    let own = Store::connect(&store).await.map_err(line)?;
+    own.probe().await.map_err(line)?;
+    let objects = S3Objects::new(&own, store, volley_worker::io::objects::BUDGET_DEFAULT);
+    let (handle, control) = volley_worker::control();
+    let signals = async {
+        stop_signal().await;
+        tracing::info!("draining: running tasks may end; a second signal stops now");
+        handle.drain();
+        stop_signal().await;
+        tracing::info!("stopping now");
+        handle.stop();
+        std::future::pending::<()>().await;
+    };
+    let run = volley_worker::run(config, NatsBus::new(client), objects, spawner, control);
+    tokio::select! {
+        ended = run => ended.map_err(line),
+        () = signals => Ok(()),
+    }
+}

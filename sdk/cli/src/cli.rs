@@ -1,0 +1,275 @@
+//! The verbs and where each goes.
+//!
+//! Owns the list of verbs and the way from arguments to an exit code. Does not own any verb (`verbs`).
+
+use std::ffi::OsString;
+use std::io::Write as _;
+
+use clap::{CommandFactory as _, Parser, Subcommand};
+
+use crate::ctx::{Ctx, Global};
+use crate::error::CliError;
+use crate::exit::{EXIT_CODES_HELP, Exit};
+use crate::out::Out;
+use crate::serve::{CoordinatorArgs, LogArgs, UpArgs, WorkerArgs};
+use crate::verbs;
+
+/// Fans one JSON job spec out to thousands of tasks on your own hosts.
+///
+/// `volley up` starts a whole cluster here. `volley run spec.json` submits a job, follows it and says what came of it.
+#[derive(Debug, Parser)]
+#[command(name = "volley", version, propagate_version = true, after_help = EXIT_CODES_HELP, max_term_width = 110)]
+pub struct Cli {
+    #[command(flatten)]
+    global: Global,
+    #[command(subcommand)]
+    verb: Verb,
+}
+
+#[derive(Debug, Subcommand)]
+enum Verb {
+    /// Starts a whole cluster on this host: NATS, S3, coordinator, worker.
+    Up(UpArgs),
+    /// Runs a coordinator.
+    Coordinator(CoordinatorArgs),
+    /// Runs a worker.
+    Worker(WorkerArgs),
+    /// Reads or repairs the log (operators).
+    Log(LogArgs),
+
+    /// Submits a job, follows it to its end and says what came of it.
+    Run(verbs::run::Args),
+    /// Submits a job and prints its id.
+    Submit(verbs::submit::Args),
+    /// Shows what a spec would run, without a cluster.
+    Plan(verbs::plan::Args),
+    /// Uploads a file for specs to name.
+    Upload(verbs::upload::Args),
+
+    /// Lists jobs, newest first.
+    Jobs(verbs::jobs::Args),
+    /// Shows a job.
+    Job(verbs::job::Args),
+    /// Lists the tasks of a job.
+    Tasks(verbs::tasks::Args),
+    /// Shows a task with all its attempts.
+    Task(verbs::task::Args),
+    /// Says why a task does not run.
+    Explain(verbs::explain::Args),
+    /// Shows what tasks wrote.
+    Logs(verbs::logs::Args),
+    /// Shows how tasks ended.
+    Results(verbs::results::Args),
+    /// Lists or fetches output files.
+    Outputs(verbs::outputs::Args),
+
+    /// Waits until jobs have ended; exits as the worst of them.
+    Wait(verbs::wait::Args),
+    /// Cancels jobs.
+    Cancel(verbs::cancel::Args),
+    /// Starts nothing more of jobs until they are resumed.
+    Pause(verbs::pause::Args),
+    /// Goes on with paused jobs.
+    Resume(verbs::resume::Args),
+    /// Runs what did not succeed once more.
+    Rerun(verbs::rerun::Args),
+    /// Removes ended jobs with their results, logs and outputs.
+    Rm(verbs::rm::Args),
+
+    /// Lists workers, takes them out of use and back.
+    Workers(verbs::workers::Args),
+    /// Shows the cluster.
+    Cluster(verbs::cluster::Args),
+    /// Makes, changes and lists tenants (operators).
+    Tenant(verbs::tenant::Args),
+    /// Makes and revokes tokens (operators).
+    Token(verbs::token::Args),
+
+    /// Prints the JSON Schema of job specs.
+    Schema(verbs::schema::Args),
+    /// Prints a completion script for a shell.
+    Completions(verbs::completions::Args),
+}
+
+/// A verb that the composition root carries out.
+#[derive(Debug)]
+pub enum ServeCommand {
+    /// `volley up`.
+    Up(UpArgs),
+    /// `volley coordinator`.
+    Coordinator(CoordinatorArgs),
+    /// `volley worker`.
+    Worker(WorkerArgs),
+    /// `volley log`.
+    Log(LogArgs),
+}
+
+/// What is left to do.
+#[derive(Debug)]
+pub enum Outcome {
+    /// Nothing: exit with this.
+    Done(Exit),
+    /// The composition root's part.
+    Serve {
+        /// What to start.
+        command: ServeCommand,
+        /// Where to write.
+        out: Out,
+    },
+}
+
+/// The command, for documentation.
+#[must_use]
+pub fn command() -> clap::Command {
+    Cli::command()
+}
+
+/// Reads arguments, the program's name first. Help, version and wrong arguments are printed here.
+///
+/// # Errors
+/// What to exit with: 0 after help, 2 after wrong arguments.
+pub fn parse<T: Into<OsString> + Clone>(args: impl IntoIterator<Item = T>) -> Result<Cli, Exit> {
+    Cli::try_parse_from(args).map_err(|error| {
+        // A standard output or error that is gone is nobody's loss.
+        let _ = error.print();
+        if error.use_stderr() {
+            Exit::BadSpec
+        } else {
+            Exit::Success
+        }
+    })
+}
+
+/// Carries a verb out, but for those that start processes.
+pub async fn execute(cli: Cli) -> Outcome {
+    let ctx = Ctx::new(cli.global);
+    let serve = |command| Outcome::Serve {
+        command,
+        out: ctx.out,
+    };
+    let result = match cli.verb {
+        Verb::Up(args) => return serve(ServeCommand::Up(args)),
+        Verb::Coordinator(args) => return serve(ServeCommand::Coordinator(args)),
+        Verb::Worker(args) => return serve(ServeCommand::Worker(args)),
+        Verb::Log(args) => return serve(ServeCommand::Log(args)),
+        Verb::Run(args) => verbs::run::run(&ctx, args).await,
+        Verb::Submit(args) => verbs::submit::run(&ctx, args).await,
+        Verb::Plan(args) => verbs::plan::run(&ctx, args).await,
+        Verb::Upload(args) => verbs::upload::run(&ctx, args).await,
+        Verb::Jobs(args) => verbs::jobs::run(&ctx, args).await,
+        Verb::Job(args) => verbs::job::run(&ctx, args).await,
+        Verb::Tasks(args) => verbs::tasks::run(&ctx, args).await,
+        Verb::Task(args) => verbs::task::run(&ctx, args).await,
+        Verb::Explain(args) => verbs::explain::run(&ctx, args).await,
+        Verb::Logs(args) => verbs::logs::run(&ctx, args).await,
+        Verb::Results(args) => verbs::results::run(&ctx, args).await,
+        Verb::Outputs(args) => verbs::outputs::run(&ctx, args).await,
+        Verb::Wait(args) => verbs::wait::run(&ctx, args).await,
+        Verb::Cancel(args) => verbs::cancel::run(&ctx, args).await,
+        Verb::Pause(args) => verbs::pause::run(&ctx, args).await,
+        Verb::Resume(args) => verbs::resume::run(&ctx, args).await,
+        Verb::Rerun(args) => verbs::rerun::run(&ctx, args).await,
+        Verb::Rm(args) => verbs::rm::run(&ctx, args).await,
+        Verb::Workers(args) => verbs::workers::run(&ctx, args).await,
+        Verb::Cluster(args) => verbs::cluster::run(&ctx, args).await,
+        Verb::Tenant(args) => verbs::tenant::run(&ctx, args).await,
+        Verb::Token(args) => verbs::token::run(&ctx, args).await,
+        Verb::Schema(args) => verbs::schema::run(&ctx, args),
+        Verb::Completions(args) => verbs::completions::run(&ctx, args),
+    };
+    Outcome::Done(result.unwrap_or_else(|error| report(ctx.out, &error)))
+}
+
+/// Reads arguments and carries the verb out.
+pub async fn run<T: Into<OsString> + Clone>(args: impl IntoIterator<Item = T>) -> Outcome {
+    match parse(args) {
+        Ok(cli) => execute(cli).await,
+        Err(exit) => Outcome::Done(exit),
+    }
+}
+
+fn report(out: Out, error: &CliError) -> Exit {
+    // A standard error that is gone is nobody's loss.
+    let _ = std::io::stderr().write_all(error.render(out.format).as_bytes());
+    error.exit()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parsed(line: &str) -> Result<Cli, clap::Error> {
+        Cli::try_parse_from(line.split(' '))
+    }
+
+    #[test]
+    fn clap_finds_no_fault_with_the_verbs() {
+        command().debug_assert();
+    }
+
+    #[test]
+    fn global_flags_stand_anywhere() {
+        for line in ["volley -o json jobs", "volley jobs -o json"] {
+            let cli = parsed(line).unwrap_or_else(|e| panic!("{e}"));
+            assert!(Ctx::new(cli.global).out.json(), "{line}");
+        }
+    }
+
+    #[test]
+    fn every_verb_of_the_documentation_is_there() {
+        let lines = [
+            "volley up",
+            "volley coordinator --nats nats://h:4222 --s3-bucket b --data-dir /d",
+            "volley worker --nats nats://h:4222 --s3-bucket b --work-dir /w --label a=b --cpus 0.5 --memory 2GiB",
+            "volley run - --items x.csv --upload a=b",
+            "volley submit spec.json --key k",
+            "volley plan spec.json",
+            "volley jobs --state running --label a=b --all",
+            "volley job j7 --spec",
+            "volley tasks j7 --state failed",
+            "volley task j7 3",
+            "volley explain j7 3",
+            "volley logs -f j7",
+            "volley logs j7 3 --stream stderr --attempt 2",
+            "volley results j7 --failed --follow --out f",
+            "volley outputs ls j7 3",
+            "volley outputs get j7",
+            "volley outputs get j7 3 a.txt --stdout",
+            "volley wait j7 j8 --timeout 5m",
+            "volley cancel j7 --now --reason because",
+            "volley pause j7",
+            "volley resume j7",
+            "volley rerun j7",
+            "volley rm j7",
+            "volley workers",
+            "volley workers drain w1",
+            "volley workers resume w1",
+            "volley tenant add t --weight 50",
+            "volley tenant ls",
+            "volley token create --tenant t --operator",
+            "volley token revoke id",
+            "volley log show --from 7 --limit 3",
+            "volley log skip 9",
+            "volley cluster",
+            "volley schema",
+            "volley completions bash",
+            "volley upload x",
+        ];
+        for line in lines {
+            assert!(
+                parsed(line).is_ok(),
+                "{line}: {:?}",
+                parsed(line).err().map(|e| e.to_string())
+            );
+        }
+    }
+
+    #[test]
+    fn a_wrong_job_id_is_told_at_once() {
+        let error = parsed("volley job 7")
+            .err()
+            .map(|e| e.to_string())
+            .unwrap_or_default();
+        assert!(error.contains("one looks like j1042"), "{error}");
+    }
+}

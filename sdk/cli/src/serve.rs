@@ -1,0 +1,277 @@
+//! Flags of the verbs that start processes.
+//!
+//! Owns their names, environment variables, defaults and help. Does not start anything: the composition root does.
+
+use std::net::SocketAddr;
+use std::path::PathBuf;
+
+use clap::{Args, Subcommand};
+use volley_jobspecs::ids::WorkerId;
+use volley_jobspecs::spec::{ByteSize, MilliCpus};
+
+use crate::units;
+
+/// Where clients find a coordinator when nobody says otherwise.
+pub const LISTEN_DEFAULT: &str = "127.0.0.1:7800";
+
+/// `volley up`: a whole cluster on this host.
+#[derive(Debug, Clone, Args)]
+pub struct UpArgs {
+    /// Where everything is kept. Default: ~/.local/share/volley.
+    #[arg(long, env = "VOLLEY_DIR", value_name = "DIR")]
+    pub dir: Option<PathBuf>,
+    /// Where the HTTP API listens.
+    #[arg(long, env = "VOLLEY_LISTEN", default_value = LISTEN_DEFAULT, value_name = "ADDRESS")]
+    pub listen: SocketAddr,
+    /// Tasks (bundles) run at once. Default: one a core.
+    #[arg(long, env = "VOLLEY_SLOTS", value_name = "N")]
+    pub slots: Option<u32>,
+    /// Also offers `isolation: null`, which runs nothing.
+    #[arg(long, hide = true)]
+    pub null: bool,
+}
+
+impl UpArgs {
+    /// The directory, or its default; none without a home directory.
+    #[must_use]
+    pub fn dir(&self) -> Option<PathBuf> {
+        let var = |name: &str| {
+            std::env::var_os(name)
+                .filter(|value| !value.is_empty())
+                .map(PathBuf::from)
+        };
+        let share = || {
+            var("XDG_DATA_HOME")
+                .or_else(|| var("HOME").map(|home| home.join(".local").join("share")))
+        };
+        self.dir
+            .clone()
+            .or_else(|| share().map(|share| share.join("volley")))
+    }
+}
+
+/// How to reach NATS.
+#[derive(Debug, Clone, Args)]
+pub struct NatsArgs {
+    /// NATS servers, separated by commas.
+    #[arg(
+        id = "nats_url",
+        long = "nats",
+        env = "NATS_URL",
+        default_value = "nats://127.0.0.1:4222",
+        value_name = "URL",
+        help_heading = "NATS"
+    )]
+    pub url: String,
+    /// User.
+    #[arg(
+        id = "nats_user",
+        long = "nats-user",
+        env = "NATS_USER",
+        value_name = "NAME",
+        help_heading = "NATS"
+    )]
+    pub user: Option<String>,
+    /// Password. Other users of the host can read it in the list of processes; better the variable or a file.
+    #[arg(
+        id = "nats_password",
+        long = "nats-password",
+        env = "NATS_PASSWORD",
+        hide_env_values = true,
+        value_name = "TEXT",
+        help_heading = "NATS"
+    )]
+    pub password: Option<String>,
+    /// A file with nothing but the password in it.
+    #[arg(
+        id = "nats_password_file",
+        long = "nats-password-file",
+        env = "NATS_PASSWORD_FILE",
+        value_name = "FILE",
+        conflicts_with = "nats_password",
+        help_heading = "NATS"
+    )]
+    pub password_file: Option<PathBuf>,
+    /// A NATS credentials file.
+    #[arg(
+        id = "nats_creds",
+        long = "nats-creds",
+        env = "NATS_CREDS",
+        value_name = "FILE",
+        conflicts_with = "nats_user",
+        help_heading = "NATS"
+    )]
+    pub credentials: Option<PathBuf>,
+}
+
+/// Where the bucket is. The keys come from AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or the rest of the standard chain.
+#[derive(Debug, Clone, Args)]
+pub struct StoreArgs {
+    /// The S3 endpoint. Default: AWS.
+    #[arg(
+        id = "s3_endpoint",
+        long = "s3-endpoint",
+        env = "VOLLEY_S3_ENDPOINT",
+        value_name = "URL",
+        help_heading = "S3"
+    )]
+    pub endpoint: Option<String>,
+    /// The bucket.
+    #[arg(
+        id = "s3_bucket",
+        long = "s3-bucket",
+        env = "VOLLEY_S3_BUCKET",
+        value_name = "NAME",
+        help_heading = "S3"
+    )]
+    pub bucket: String,
+    /// The region to sign for.
+    #[arg(
+        id = "s3_region",
+        long = "s3-region",
+        env = "AWS_REGION",
+        default_value = "us-east-1",
+        value_name = "NAME",
+        help_heading = "S3"
+    )]
+    pub region: String,
+    /// Put before every key in the bucket.
+    #[arg(
+        id = "s3_prefix",
+        long = "s3-prefix",
+        env = "VOLLEY_S3_PREFIX",
+        default_value = "",
+        value_name = "PREFIX",
+        help_heading = "S3"
+    )]
+    pub prefix: String,
+}
+
+/// `volley coordinator`.
+#[derive(Debug, Clone, Args)]
+pub struct CoordinatorArgs {
+    /// NATS.
+    #[command(flatten)]
+    pub nats: NatsArgs,
+    /// S3.
+    #[command(flatten)]
+    pub store: StoreArgs,
+    /// Where the local copy of the state lies. It can be deleted: it is built again.
+    #[arg(long, env = "VOLLEY_DATA_DIR", value_name = "DIR")]
+    pub data_dir: PathBuf,
+    /// Where the HTTP API listens.
+    #[arg(long, env = "VOLLEY_LISTEN", default_value = LISTEN_DEFAULT, value_name = "ADDRESS")]
+    pub listen: SocketAddr,
+    /// Its name among the coordinators. Default: the host's name.
+    #[arg(long, env = "VOLLEY_NAME", value_name = "NAME")]
+    pub name: Option<String>,
+    /// A file with the operator's first token, `vt_bootstrap_…`. Without, only tokens in the log are valid.
+    #[arg(long, env = "VOLLEY_OPERATOR_TOKEN_FILE", value_name = "FILE")]
+    pub operator_token_file: Option<PathBuf>,
+    /// Copies of the log that NATS keeps: 1, 3 or 5.
+    #[arg(long, env = "VOLLEY_REPLICAS", default_value_t = 1, value_name = "N", value_parser = replicas)]
+    pub replicas: usize,
+}
+
+fn replicas(text: &str) -> Result<usize, String> {
+    match text {
+        "1" => Ok(1),
+        "3" => Ok(3),
+        "5" => Ok(5),
+        _ => Err("NATS keeps 1, 3 or 5 copies".to_owned()),
+    }
+}
+
+/// `volley worker`.
+#[derive(Debug, Clone, Args)]
+pub struct WorkerArgs {
+    /// NATS.
+    #[command(flatten)]
+    pub nats: NatsArgs,
+    /// S3.
+    #[command(flatten)]
+    pub store: StoreArgs,
+    /// Its directory: tasks' directories and cached inputs. One worker a directory.
+    #[arg(long, env = "VOLLEY_WORK_DIR", value_name = "DIR")]
+    pub work_dir: PathBuf,
+    /// The name it keeps over restarts. Default: the host's name.
+    #[arg(long, env = "VOLLEY_NAME", value_name = "NAME")]
+    pub name: Option<WorkerId>,
+    /// Tasks (bundles) it runs at once. Default: one a core.
+    #[arg(long, env = "VOLLEY_SLOTS", value_name = "N")]
+    pub slots: Option<u32>,
+    /// CPU for tasks, in cores. Default: all.
+    #[arg(long, env = "VOLLEY_CPUS", value_name = "CORES", value_parser = units::scalar::<MilliCpus>)]
+    pub cpus: Option<MilliCpus>,
+    /// Memory for tasks, such as 12GiB. Default: three quarters.
+    #[arg(long, env = "VOLLEY_MEMORY", value_name = "SIZE", value_parser = units::scalar::<ByteSize>)]
+    pub memory: Option<ByteSize>,
+    /// Disk for tasks, such as 100GB. Default: what is free.
+    #[arg(long, env = "VOLLEY_DISK", value_name = "SIZE", value_parser = units::scalar::<ByteSize>)]
+    pub disk: Option<ByteSize>,
+    /// A label that specs can ask for. May be repeated.
+    #[arg(long = "label", value_name = "KEY=VALUE", value_parser = units::pair)]
+    pub labels: Vec<(String, String)>,
+    /// Isolation tiers to offer. May be repeated.
+    #[arg(
+        long = "isolation",
+        env = "VOLLEY_ISOLATION",
+        value_delimiter = ',',
+        default_value = "process",
+        value_name = "TIER"
+    )]
+    pub isolation: Vec<String>,
+    /// The user that tasks run as, `UID:GID`, when the worker runs as root. Default: the worker's own.
+    #[arg(long, env = "VOLLEY_TASK_USER", value_name = "UID:GID", value_parser = user)]
+    pub task_user: Option<(u32, u32)>,
+    /// Also offers `isolation: null`, which runs nothing.
+    #[arg(long, hide = true)]
+    pub null: bool,
+}
+
+fn user(text: &str) -> Result<(u32, u32), String> {
+    let read = || {
+        let (uid, gid) = text.split_once(':')?;
+        Some((uid.parse().ok()?, gid.parse().ok()?))
+    };
+    read().ok_or_else(|| "it should be UID:GID, two numbers such as 1000:1000".to_owned())
+}
+
+/// `volley log`.
+#[derive(Debug, Clone, Args)]
+pub struct LogArgs {
+    /// NATS.
+    #[command(flatten)]
+    pub nats: NatsArgs,
+    /// Uses the NATS of the cluster that `volley up` keeps in this directory.
+    #[arg(long, env = "VOLLEY_DIR", value_name = "DIR")]
+    pub dir: Option<PathBuf>,
+    /// What to do.
+    #[command(subcommand)]
+    pub verb: LogVerb,
+}
+
+/// What to do with the log.
+#[derive(Debug, Clone, Subcommand)]
+pub enum LogVerb {
+    /// Prints records as JSON, one a line.
+    Show {
+        /// The first sequence. Default: the oldest there is.
+        #[arg(long, value_name = "SEQUENCE")]
+        from: Option<u64>,
+        /// How many. Default: all there are.
+        #[arg(long, value_name = "N")]
+        limit: Option<u64>,
+        /// Only records of this job.
+        #[arg(long, value_name = "JOB")]
+        job: Option<volley_jobspecs::ids::JobId>,
+        /// Waits for more.
+        #[arg(short, long)]
+        follow: bool,
+    },
+    /// Lets every coordinator pass over a record that stops them. What it said is lost.
+    Skip {
+        /// The record.
+        sequence: u64,
+    },
+}

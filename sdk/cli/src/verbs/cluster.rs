@@ -1,0 +1,54 @@
+//! `volley cluster`.
+
+use volley_sdk::ClusterView;
+
+use crate::ctx::Ctx;
+use crate::error::CliError;
+use crate::exit::Exit;
+use crate::table::fields;
+use crate::units;
+
+/// Arguments.
+#[derive(Debug, clap::Args)]
+pub struct Args {}
+
+/// Carries it out.
+pub async fn run(ctx: &Ctx, _: Args) -> Result<Exit, CliError> {
+    let client = ctx.client()?;
+    let cluster = client.cluster().await?;
+    ctx.out
+        .show(&cluster, || text(&cluster, &client.endpoint()))?;
+    Ok(Exit::Success)
+}
+
+fn text(cluster: &ClusterView, endpoint: &str) -> String {
+    let used = match cluster.log_bytes_max {
+        0 => units::bytes(cluster.log_bytes),
+        max => {
+            let percent = u128::from(cluster.log_bytes) * 100 / u128::from(max);
+            format!(
+                "{} of {} ({percent} %)",
+                units::bytes(cluster.log_bytes),
+                units::bytes(max)
+            )
+        }
+    };
+    fields(&[
+        ("cluster", cluster.id.clone()),
+        ("address", endpoint.to_owned()),
+        ("version", cluster.version.clone()),
+        (
+            "leader",
+            cluster
+                .leader
+                .clone()
+                .unwrap_or_else(|| "none at the moment".to_owned()),
+        ),
+        ("term", cluster.term.to_string()),
+        ("sequence", cluster.sequence.to_string()),
+        ("level", cluster.level.to_string()),
+        ("log", used),
+        ("bucket", cluster.bucket.clone()),
+        ("features", cluster.features.join(", ")),
+    ])
+}

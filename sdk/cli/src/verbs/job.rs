@@ -1,0 +1,146 @@
+//! `volley job`.
+
+use jiff::Timestamp;
+use volley_jobspecs::api::JobView;
+use volley_jobspecs::ids::JobId;
+
+use crate::clean;
+use crate::ctx::Ctx;
+use crate::error::CliError;
+use crate::exit::Exit;
+use crate::summary::state;
+use crate::table::fields;
+use crate::units;
+
+/// Arguments.
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    /// The job.
+    job: JobId,
+    /// Prints its spec instead, as JSON with all defaults written out.
+    #[arg(long)]
+    spec: bool,
+}
+
+/// Carries it out.
+pub async fn run(ctx: &Ctx, args: Args) -> Result<Exit, CliError> {
+    let client = ctx.client()?;
+    if args.spec {
+        let spec = client.job_spec(args.job).await?;
+        ctx.out.show(&spec, || format!("{spec:#}\n"))?;
+    } else {
+        let job = client.job(args.job).await?;
+        ctx.out.show(&job, || text(&job, Timestamp::now()))?;
+    }
+    Ok(Exit::Success)
+}
+
+fn text(job: &JobView, now: Timestamp) -> String {
+    let counts = &job.tasks;
+    let number = |number: u32| {
+        if number == 0 {
+            String::new()
+        } else {
+            number.to_string()
+        }
+    };
+    let joined = |pairs: Vec<String>| pairs.join(", ");
+    fields(&[
+        ("job", job.job.clone()),
+        ("name", job.name.clone()),
+        ("tenant", job.tenant.clone()),
+        ("state", state(job)),
+        (
+            "reason",
+            clean::line(job.reason.as_deref().unwrap_or_default(), 200),
+        ),
+        ("tasks", counts.total.to_string()),
+        ("  waiting", number(counts.waiting)),
+        ("  running", number(counts.running)),
+        ("  to be retried", number(counts.backoff)),
+        ("  succeeded", number(counts.succeeded)),
+        ("  failed", number(counts.failed)),
+        ("  without verdict", number(counts.infra_failed)),
+        ("  cancelled", number(counts.cancelled)),
+        (
+            "failures",
+            joined(
+                job.failures
+                    .iter()
+                    .map(|(class, tasks)| format!("{class} {tasks}"))
+                    .collect(),
+            ),
+        ),
+        (
+            "labels",
+            joined(
+                job.labels
+                    .iter()
+                    .map(|(key, value)| clean::line(&format!("{key}={value}"), 300))
+                    .collect(),
+            ),
+        ),
+        ("priority", job.priority.to_string()),
+        (
+            "round",
+            if job.round > 1 {
+                job.round.to_string()
+            } else {
+                String::new()
+            },
+        ),
+        (
+            "submitted",
+            format!(
+                "{} ({} ago)",
+                job.submitted,
+                units::age(&job.submitted, now)
+            ),
+        ),
+        ("started", job.started.clone().unwrap_or_default()),
+        ("ended", job.ended.clone().unwrap_or_default()),
+        (
+            "took",
+            units::span(job.started.as_deref(), job.ended.as_deref(), now),
+        ),
+        (
+            "exit code",
+            job.exit_code
+                .map(|code| code.to_string())
+                .unwrap_or_default(),
+        ),
+        ("objects", job.objects.clone()),
+    ])
+}
+
+#[cfg(test)]
+mod tests {
+    use volley_jobspecs::api::{JobState, TaskCounts};
+
+    use super::*;
+    use crate::testing;
+
+    #[test]
+    fn a_job_is_shown_without_what_is_zero() {
+        let now = "2026-01-01T00:02:00Z"
+            .parse()
+            .unwrap_or_else(|e| panic!("{e}"));
+        let counts = TaskCounts {
+            total: 4,
+            succeeded: 2,
+            failed: 2,
+            ..TaskCounts::default()
+        };
+        let text = text(&testing::job(JobState::Failed, counts, Some(1)), now);
+        assert!(
+            text.contains("submitted    2026-01-01T00:00:00Z (2m00s ago)\n"),
+            "{text}"
+        );
+        assert!(
+            text.contains("  failed     2\n")
+                && !text.contains("cancelled")
+                && !text.contains("round"),
+            "{text}"
+        );
+    }
+}

@@ -1,0 +1,163 @@
+//! `volley logs`.
+
+use serde_json::json;
+use volley_jobspecs::ids::JobId;
+use volley_sdk::{Client, LogLine, ResultsQuery, TaskLogsQuery};
+
+use crate::clean::Filter;
+use crate::ctx::Ctx;
+use crate::error::CliError;
+use crate::exit::Exit;
+use crate::tag::Tagger;
+
+/// Arguments.
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    /// The job.
+    job: JobId,
+    /// The task, counted from 0. Left out: all tasks, each line tagged with its task.
+    task: Option<u32>,
+    /// Shows what is written from now on, until the task or the job has ended.
+    #[arg(short, long)]
+    follow: bool,
+    /// Which stream.
+    #[arg(long, value_parser = ["stdout", "stderr", "both"], default_value = "both", hide_default_value = true)]
+    stream: String,
+    /// Of which try, counted from 1. Default: the last.
+    #[arg(long, value_name = "N", requires = "task")]
+    attempt: Option<u32>,
+    /// Passes everything on to the terminal, also what could move the cursor or change the title.
+    #[arg(long)]
+    raw: bool,
+}
+
+/// Carries it out.
+pub async fn run(ctx: &Ctx, args: Args) -> Result<Exit, CliError> {
+    let client = ctx.client()?;
+    let mut writer = Writer {
+        ctx,
+        filter: (ctx.out.stdout_is_terminal() && !args.raw).then(Filter::default),
+    };
+    match (args.task, args.follow) {
+        (Some(task), _) => one(&client, &args, task, &mut writer).await?,
+        (None, true) => all_live(&client, &args, &mut writer).await?,
+        (None, false) => all_stored(&client, &args, &mut writer).await?,
+    }
+    Ok(Exit::Success)
+}
+
+struct Writer<'a> {
+    ctx: &'a Ctx,
+    filter: Option<Filter>,
+}
+
+impl Writer<'_> {
+    fn text(&mut self, bytes: &[u8]) -> Result<(), CliError> {
+        match &mut self.filter {
+            Some(filter) => self.ctx.out.raw(&filter.feed(bytes)),
+            None => self.ctx.out.raw(bytes),
+        }
+    }
+
+    fn json(&self) -> bool {
+        self.ctx.out.json()
+    }
+}
+
+/// The streams to ask for one after the other, so that it is known which bytes are whose.
+fn streams(stream: &str) -> &[&str] {
+    match stream {
+        "stdout" => &["stdout"],
+        "stderr" => &["stderr"],
+        _ => &["stdout", "stderr"],
+    }
+}
+
+async fn one(
+    client: &Client,
+    args: &Args,
+    task: u32,
+    writer: &mut Writer<'_>,
+) -> Result<(), CliError> {
+    if !writer.json() {
+        let query = TaskLogsQuery {
+            stream: Some(args.stream.clone()),
+            attempt: args.attempt,
+            follow: args.follow,
+        };
+        let mut logs = client.task_logs(args.job, task, &query).await?;
+        while let Some(chunk) = logs.chunk().await? {
+            writer.text(&chunk)?;
+        }
+        return Ok(());
+    }
+    if args.follow && args.stream == "both" {
+        let why = "with -o json, --follow needs one stream: --stream stdout or --stream stderr, or leave the task out";
+        return Err(CliError::Usage(why.into()));
+    }
+    for stream in streams(&args.stream) {
+        let query = TaskLogsQuery {
+            stream: Some((*stream).to_owned()),
+            attempt: args.attempt,
+            follow: args.follow,
+        };
+        let mut logs = client.task_logs(args.job, task, &query).await?;
+        while let Some(chunk) = logs.chunk().await? {
+            writer.ctx.out.row(&json!({ "index": task, "stream": stream, "text": String::from_utf8_lossy(&chunk) }))?;
+        }
+    }
+    Ok(())
+}
+
+async fn all_live(client: &Client, args: &Args, writer: &mut Writer<'_>) -> Result<(), CliError> {
+    let mut logs = client.job_logs(args.job).await?;
+    let mut tagger = Tagger::default();
+    while let Some(line) = logs.next().await? {
+        if !streams(&args.stream).contains(&line.stream.as_str()) {
+            continue;
+        }
+        if writer.json() {
+            writer.ctx.out.row(&line)?;
+        } else {
+            let text = tagger.feed(line.index, &line.stream, line.text.as_bytes());
+            writer.text(&text)?;
+        }
+    }
+    writer.text(&tagger.end())
+}
+
+/// What the tasks that have ended wrote, in the order in which they ended.
+async fn all_stored(client: &Client, args: &Args, writer: &mut Writer<'_>) -> Result<(), CliError> {
+    let mut results = client.results(args.job, ResultsQuery::now());
+    while let Some(row) = results.next().await {
+        let index = row?.index;
+        for stream in streams(&args.stream) {
+            let query = TaskLogsQuery {
+                stream: Some((*stream).to_owned()),
+                attempt: None,
+                follow: false,
+            };
+            let mut logs = match client.task_logs(args.job, index, &query).await {
+                Ok(logs) => logs,
+                // Cancelled before it started: there is nothing it could have written.
+                Err(error) if error.status() == Some(404) => continue,
+                Err(error) => return Err(error.into()),
+            };
+            let mut tagger = Tagger::default();
+            while let Some(chunk) = logs.chunk().await? {
+                if writer.json() {
+                    let text = String::from_utf8_lossy(&chunk).into_owned();
+                    writer.ctx.out.row(&LogLine {
+                        index,
+                        stream: (*stream).to_owned(),
+                        text,
+                    })?;
+                } else {
+                    writer.text(&tagger.feed(index, stream, &chunk))?;
+                }
+            }
+            writer.text(&tagger.end())?;
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,60 @@
+//! `volley submit`.
+
+use serde_json::json;
+use volley_sdk::{Client, IdempotencyKey, Submitted};
+
+use crate::ctx::Ctx;
+use crate::error::CliError;
+use crate::exit::Exit;
+use crate::spec_file::SpecArgs;
+use crate::table::count;
+
+/// Arguments.
+// Without a group of its own, since `run` has these arguments too and a group's name must be unique.
+#[derive(Debug, clap::Args)]
+#[group(skip)]
+pub struct Args {
+    #[command(flatten)]
+    pub(crate) spec: SpecArgs,
+    /// Names this submit: the same key with the same spec is the same job. Default: a fresh one.
+    #[arg(long, value_name = "TEXT")]
+    pub(crate) key: Option<String>,
+}
+
+/// Carries it out.
+pub async fn run(ctx: &Ctx, args: Args) -> Result<Exit, CliError> {
+    let submitted = submit(ctx, &ctx.patient_client()?, &args).await?;
+    let job = submitted.job;
+    let answer =
+        json!({ "job": job.to_string(), "tasks": submitted.tasks, "existed": submitted.existed });
+    ctx.out.show(&answer, || format!("{job}\n"))?;
+    if !ctx.out.json() {
+        ctx.out.note(&format!(
+            "next: `volley wait {job}`, `volley results {job} --follow`"
+        ));
+    }
+    Ok(Exit::Success)
+}
+
+/// Validates here, uploads what belongs to the spec, submits.
+pub(crate) async fn submit(ctx: &Ctx, client: &Client, args: &Args) -> Result<Submitted, CliError> {
+    let loaded = args.spec.load()?;
+    let key = match &args.key {
+        Some(text) => IdempotencyKey::new(text)?,
+        None => IdempotencyKey::random()?,
+    };
+    let text = loaded.upload(ctx, client).await?;
+    let submitted = client.submit_as(text, &key).await?;
+    let name = &loaded.job.spec().name;
+    let known = if submitted.existed {
+        " (was there already, under the same key)"
+    } else {
+        ""
+    };
+    ctx.out.note(&format!(
+        "{}: {name}, {}{known}",
+        submitted.job,
+        count(u64::from(submitted.tasks), "task")
+    ));
+    Ok(submitted)
+}

@@ -1,0 +1,101 @@
+//! `volley tenant`.
+
+use clap::Subcommand;
+use volley_jobspecs::api::TenantRequest;
+use volley_jobspecs::ids::TenantId;
+
+use crate::ctx::Ctx;
+use crate::error::CliError;
+use crate::exit::Exit;
+use crate::table::table;
+
+/// Arguments.
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    #[command(subcommand)]
+    verb: Verb,
+}
+
+#[derive(Debug, Subcommand)]
+enum Verb {
+    /// Makes a tenant, or sets the limits of one that is there.
+    Add(Add),
+    /// Lists tenants.
+    Ls,
+}
+
+#[derive(Debug, clap::Args)]
+struct Add {
+    /// Its name.
+    name: TenantId,
+    /// Its share among tenants. Default: 100.
+    #[arg(long, value_name = "N")]
+    weight: Option<u32>,
+    /// Most tasks in jobs that have not ended.
+    #[arg(long, value_name = "N")]
+    active_tasks: Option<u64>,
+    /// Most jobs that have not ended.
+    #[arg(long, value_name = "N")]
+    active_jobs: Option<u32>,
+    /// Most bundles open at once.
+    #[arg(long, value_name = "N")]
+    concurrency: Option<u32>,
+    /// Highest priority class its jobs may ask for.
+    #[arg(long, value_name = "N", allow_negative_numbers = true)]
+    priority_max: Option<i16>,
+}
+
+/// Carries it out.
+pub async fn run(ctx: &Ctx, args: Args) -> Result<Exit, CliError> {
+    let client = ctx.client()?;
+    match args.verb {
+        Verb::Add(add) => {
+            let request = TenantRequest {
+                tenant: add.name.to_string(),
+                weight: add.weight,
+                active_tasks_max: add.active_tasks,
+                active_jobs_max: add.active_jobs,
+                concurrency: add.concurrency,
+                priority_max: add.priority_max,
+            };
+            client.put_tenant(&request).await?;
+            ctx.out
+                .show(&request, || tenants_table(std::slice::from_ref(&request)))?;
+            ctx.out.note(&format!(
+                "next: `volley token create --tenant {}`",
+                request.tenant
+            ));
+        }
+        Verb::Ls => {
+            let tenants = client.tenants().await?;
+            ctx.out.show(&tenants, || tenants_table(&tenants))?;
+        }
+    }
+    Ok(Exit::Success)
+}
+
+fn tenants_table(tenants: &[TenantRequest]) -> String {
+    let limit =
+        |limit: Option<u64>| limit.map_or_else(|| "-".to_owned(), |limit| limit.to_string());
+    let row = |tenant: &TenantRequest| {
+        vec![
+            tenant.tenant.clone(),
+            limit(tenant.weight.map(u64::from)),
+            limit(tenant.active_tasks_max),
+            limit(tenant.active_jobs_max.map(u64::from)),
+            limit(tenant.concurrency.map(u64::from)),
+            tenant
+                .priority_max
+                .map_or_else(|| "-".to_owned(), |priority| priority.to_string()),
+        ]
+    };
+    let header = [
+        "TENANT",
+        "WEIGHT",
+        "ACTIVE TASKS",
+        "ACTIVE JOBS",
+        "CONCURRENCY",
+        "PRIORITY",
+    ];
+    table(&header, tenants.iter().map(row).collect())
+}

@@ -1,0 +1,102 @@
+//! `volley workers`.
+
+use clap::Subcommand;
+use serde_json::json;
+use volley_jobspecs::api::WorkerView;
+
+use crate::clean;
+use crate::ctx::Ctx;
+use crate::error::CliError;
+use crate::exit::Exit;
+use crate::table::table;
+use crate::units;
+
+/// Arguments.
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    #[command(subcommand)]
+    verb: Option<Verb>,
+}
+
+#[derive(Debug, Subcommand)]
+enum Verb {
+    /// Gives workers nothing more to do; what they run goes on (operators).
+    Drain {
+        /// The workers.
+        #[arg(required = true)]
+        workers: Vec<String>,
+    },
+    /// Gives drained or quarantined workers tasks again (operators).
+    Resume {
+        /// The workers.
+        #[arg(required = true)]
+        workers: Vec<String>,
+    },
+}
+
+/// Carries it out.
+pub async fn run(ctx: &Ctx, args: Args) -> Result<Exit, CliError> {
+    let client = ctx.client()?;
+    let (done, workers) = match args.verb {
+        None => {
+            let workers = client.workers().await?;
+            ctx.out.show(&workers, || text(&workers))?;
+            return Ok(Exit::Success);
+        }
+        Some(Verb::Drain { workers }) => {
+            for worker in &workers {
+                client.drain(worker).await?;
+            }
+            ("drained", workers)
+        }
+        Some(Verb::Resume { workers }) => {
+            for worker in &workers {
+                client.resume_worker(worker).await?;
+            }
+            ("resumed", workers)
+        }
+    };
+    ctx.out.show(&json!({ done: workers }), || {
+        format!("{done}: {}\n", workers.join(", "))
+    })?;
+    Ok(Exit::Success)
+}
+
+fn text(workers: &[WorkerView]) -> String {
+    let row = |worker: &WorkerView| {
+        let labels: Vec<String> = worker
+            .labels
+            .iter()
+            .map(|(key, value)| format!("{key}={value}"))
+            .collect();
+        vec![
+            worker.worker.clone(),
+            worker.state.clone(),
+            format!("{}/{}", worker.bundles, worker.slots),
+            worker.tasks.to_string(),
+            units::cores(worker.cpu_milli),
+            units::bytes(worker.memory_bytes),
+            units::bytes(worker.disk_bytes),
+            worker.isolation.join(","),
+            worker.silent_ms.map(units::time).unwrap_or_default(),
+            worker.host.clone(),
+            worker.build.clone(),
+            clean::line(&labels.join(","), 80),
+        ]
+    };
+    let header = [
+        "WORKER",
+        "STATE",
+        "SLOTS",
+        "TASKS",
+        "CPUS",
+        "MEMORY",
+        "DISK",
+        "ISOLATION",
+        "HEARD",
+        "HOST",
+        "BUILD",
+        "LABELS",
+    ];
+    table(&header, workers.iter().map(row).collect())
+}

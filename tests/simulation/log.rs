@@ -1,0 +1,49 @@
+//! A log that behaves as measured: ordered, durable, with the server-side fence.
+//!
+//! Whether a publish or its answer is lost, and how long both take, is the world's to decide.
+
+use volley_jobspecs::subjects::LOG_LEADER;
+
+/// How a publish ends at the server.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Written {
+    At(u64),
+    Refused,
+}
+
+/// The stream.
+#[derive(Debug, Default)]
+pub struct Log {
+    records: Vec<(String, Vec<u8>)>,
+    last_leader: u64,
+}
+
+impl Log {
+    pub fn append(&mut self, subject: &str, bytes: Vec<u8>, after: Option<u64>) -> Written {
+        if after.is_some_and(|after| after != self.last_leader) {
+            return Written::Refused;
+        }
+        self.records.push((subject.to_owned(), bytes));
+        let sequence = self.records.len() as u64;
+        if subject == LOG_LEADER {
+            self.last_leader = sequence;
+        }
+        Written::At(sequence)
+    }
+
+    /// Up to `count` records from `next` on.
+    pub fn read(&self, next: u64, count: usize) -> Vec<(u64, Vec<u8>)> {
+        let from = (next as usize).saturating_sub(1).min(self.records.len());
+        let some = self.records[from..].iter().take(count).enumerate();
+        some.map(|(at, (_, bytes))| ((from + at + 1) as u64, bytes.clone())).collect()
+    }
+
+    pub fn last_leader(&self) -> Option<(u64, &[u8])> {
+        let at = (self.last_leader as usize).checked_sub(1)?;
+        Some((self.last_leader, &self.records[at].1))
+    }
+
+    pub fn len(&self) -> u64 {
+        self.records.len() as u64
+    }
+}

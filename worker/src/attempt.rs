@@ -1,0 +1,378 @@
+//! One attempt as a state machine: which phase it is in, when its deadlines fall, how it is stopped, and what its end says.
+//!
+//! Owns the order of phases, the start and run deadlines, TERM, grace and KILL, and which cause of an end wins. Pure: time comes as
+//! milliseconds of the worker's monotonic clock. Does not own slots (`slots`), nor anything that really runs (`runtime`).
+
+use minicbor::bytes::ByteVec;
+use volley_jobspecs::failure::FailureClass;
+use volley_jobspecs::ids::AttemptName;
+use volley_jobspecs::wire::plan::Isolation;
+use volley_jobspecs::wire::report::{AttemptEnd, Ending, MESSAGE_BYTES_MAX, Outputs, Stream, Timing, Usage};
+
+/// Time between TERM and KILL for an attempt whose command has not begun, and so has no grace of its own, in milliseconds: there
+/// is nothing to be polite to but our own downloads.
+const GRACE_MS_BEFORE_RUN: u64 = 1_000;
+
+/// Why an attempt is being stopped.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum StopCause {
+    /// The leader ordered it.
+    Cancelled,
+    /// It ran past its run deadline.
+    RunTimeout,
+    /// Inputs and machine were not ready by its start deadline.
+    StartTimeout,
+    /// The worker itself is told to stop at once.
+    WorkerStopped,
+    /// Nobody wants to hear of it any more.
+    Forgotten,
+}
+
+/// How hard an attempt is stopped. Rises only.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Force {
+    /// TERM to everything that runs; preparing and persisting are given up.
+    Term,
+    /// KILL to everything that runs.
+    Kill,
+    /// The same, and nothing of it is kept.
+    Abandon,
+}
+
+/// What an executor says of the attempt it runs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Progress {
+    /// The command is about to run. `grace_ms` is what its spec gives it between TERM and KILL.
+    Started {
+        /// Milliseconds between TERM and KILL.
+        grace_ms: u64,
+    },
+    /// The command and all its processes are gone; outputs are being kept.
+    Exited,
+}
+
+/// How the work of an attempt came out, before deadlines and cancels have their say.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Outcome {
+    /// `None`: success.
+    pub failure: Option<FailureClass>,
+    /// Exit code, or number of the signal.
+    pub code: Option<i32>,
+    /// For people.
+    pub message: Option<String>,
+    /// What it used.
+    pub usage: Option<Usage>,
+    /// A small `result.json`.
+    pub result: Option<Vec<u8>>,
+    /// Stdout.
+    pub stdout: Option<Stream>,
+    /// Stderr.
+    pub stderr: Option<Stream>,
+    /// Output files.
+    pub outputs: Option<Outputs>,
+}
+
+impl Outcome {
+    /// A success that left nothing.
+    #[must_use]
+    pub fn success() -> Self {
+        Self {
+            failure: None,
+            code: Some(0),
+            message: None,
+            usage: None,
+            result: None,
+            stdout: None,
+            stderr: None,
+            outputs: None,
+        }
+    }
+
+    /// A failure without a command that ran.
+    #[must_use]
+    pub fn failed(class: FailureClass, message: String) -> Self {
+        Self { failure: Some(class), code: None, message: Some(message), ..Self::success() }
+    }
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Phase {
+    Preparing,
+    Running { since_ms: u64, grace_ms: u64 },
+    Persisting { since_ms: u64, ran_ms: u64 },
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Stopping {
+    cause: StopCause,
+    kill_at_ms: u64,
+    killed: bool,
+    /// The command had already ended well when the stop came: if everything was kept all the same, that is a success.
+    after_exit: bool,
+}
+
+/// One attempt in a slot.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Attempt {
+    /// Its name.
+    pub name: AttemptName,
+    isolation: Isolation,
+    wait_ms: u64,
+    began_ms: u64,
+    start_ms: u64,
+    run_ms: u64,
+    phase: Phase,
+    stopping: Option<Stopping>,
+}
+
+impl Attempt {
+    /// Begins an attempt that waited `wait_ms` for its slot; `start_ms` and `run_ms` are its deadlines' lengths.
+    #[must_use]
+    pub fn begin(
+        name: AttemptName,
+        isolation: Isolation,
+        wait_ms: u64,
+        now_ms: u64,
+        (start_ms, run_ms): (u64, u64),
+    ) -> Self {
+        Self { name, isolation, wait_ms, began_ms: now_ms, start_ms, run_ms, phase: Phase::Preparing, stopping: None }
+    }
+
+    /// Takes note of what the executor says. What comes out of order is ignored: phases only go forward.
+    pub fn progress(&mut self, now_ms: u64, progress: Progress) {
+        self.phase = match (self.phase, progress) {
+            (Phase::Preparing, Progress::Started { grace_ms }) => Phase::Running { since_ms: now_ms, grace_ms },
+            (Phase::Running { since_ms, .. }, Progress::Exited) => {
+                Phase::Persisting { since_ms: now_ms, ran_ms: now_ms.saturating_sub(since_ms) }
+            }
+            (phase @ Phase::Preparing, Progress::Exited)
+            | (phase @ Phase::Running { .. }, Progress::Started { .. })
+            | (phase @ Phase::Persisting { .. }, _) => phase,
+        };
+    }
+
+    /// Stops the attempt. Returns what to do now; `None` when it is being stopped already and no harder.
+    pub fn stop(&mut self, now_ms: u64, cause: StopCause) -> Option<Force> {
+        let at_once = matches!(cause, StopCause::WorkerStopped | StopCause::Forgotten);
+        match &mut self.stopping {
+            Some(stopping) => {
+                // A stop that wants no report overrides; else the first cause stands, for it is what ended the task.
+                if at_once {
+                    stopping.cause = cause;
+                }
+                stopping.killed |= at_once;
+                at_once.then_some(Force::Abandon)
+            }
+            none => {
+                let grace_ms = match self.phase {
+                    Phase::Running { grace_ms, .. } => grace_ms,
+                    Phase::Preparing | Phase::Persisting { .. } => GRACE_MS_BEFORE_RUN,
+                };
+                *none = Some(Stopping {
+                    cause,
+                    kill_at_ms: now_ms.saturating_add(grace_ms),
+                    killed: at_once,
+                    after_exit: matches!(self.phase, Phase::Persisting { .. }),
+                });
+                Some(if at_once { Force::Abandon } else { Force::Term })
+            }
+        }
+    }
+
+    /// Lets time pass. Returns what a deadline that fell wants done.
+    pub fn tick(&mut self, now_ms: u64) -> Option<Force> {
+        if self.deadline_ms().is_none_or(|deadline| now_ms < deadline) {
+            return None;
+        }
+        match &mut self.stopping {
+            Some(stopping) => {
+                stopping.killed = true;
+                Some(Force::Kill)
+            }
+            None => match self.phase {
+                Phase::Preparing => self.stop(now_ms, StopCause::StartTimeout),
+                Phase::Running { .. } => self.stop(now_ms, StopCause::RunTimeout),
+                Phase::Persisting { .. } => None,
+            },
+        }
+    }
+
+    /// When [`Attempt::tick`] next has something to do.
+    #[must_use]
+    pub fn deadline_ms(&self) -> Option<u64> {
+        match (&self.stopping, self.phase) {
+            (Some(stopping), _) if stopping.killed => None,
+            // The command is gone already; what it left may be kept in peace.
+            (Some(stopping), Phase::Persisting { .. }) if !stopping.after_exit => None,
+            (Some(stopping), _) => Some(stopping.kill_at_ms),
+            (None, Phase::Preparing) => Some(self.began_ms.saturating_add(self.start_ms)),
+            (None, Phase::Running { since_ms, .. }) => Some(since_ms.saturating_add(self.run_ms)),
+            // Storage has a budget of its own, and it is the store's.
+            (None, Phase::Persisting { .. }) => None,
+        }
+    }
+
+    /// Has the end nobody to hear of it?
+    #[must_use]
+    pub fn is_forgotten(&self) -> bool {
+        self.stopping.is_some_and(|stopping| stopping.cause == StopCause::Forgotten)
+    }
+
+    /// Ends the attempt.
+    #[must_use]
+    pub fn end(self, now_ms: u64, outcome: Outcome) -> AttemptEnd {
+        let timing = self.timing(now_ms);
+        let stands = self.stopping.is_none_or(|stopping| stopping.after_exit && outcome.failure.is_none());
+        let (ending, code, message) = match self.stopping {
+            Some(stopping) if !stands => {
+                let (class, why) = self.stop_verdict(stopping.cause);
+                let message = match outcome.message {
+                    Some(detail) => format!("{why}; {detail}"),
+                    None => why,
+                };
+                (Ending::Failed(class), outcome.code, Some(message))
+            }
+            _ => {
+                let ending = outcome.failure.map_or(Ending::Succeeded, Ending::Failed);
+                (ending, outcome.code, outcome.message)
+            }
+        };
+        AttemptEnd {
+            name: self.name,
+            ending,
+            code,
+            message: message.map(shorten),
+            isolation: self.isolation,
+            timing,
+            usage: outcome.usage,
+            result: outcome.result.map(ByteVec::from),
+            stdout: outcome.stdout,
+            stderr: outcome.stderr,
+            outputs: outcome.outputs,
+        }
+    }
+
+    fn stop_verdict(&self, cause: StopCause) -> (FailureClass, String) {
+        match cause {
+            StopCause::Cancelled => (FailureClass::Cancelled, "stopped by the coordinator".to_owned()),
+            StopCause::RunTimeout => (
+                FailureClass::RunTimeout,
+                format!("ran longer than timeouts.run ({} ms) and was stopped", self.run_ms),
+            ),
+            StopCause::StartTimeout => (
+                FailureClass::StartTimeout,
+                format!("inputs and machine were not ready within timeouts.start ({} ms)", self.start_ms),
+            ),
+            StopCause::WorkerStopped | StopCause::Forgotten => {
+                (FailureClass::HostLost, "the worker was stopped while the task ran".to_owned())
+            }
+        }
+    }
+
+    fn timing(&self, now_ms: u64) -> Timing {
+        let (prepared, ran, persisted) = match self.phase {
+            Phase::Preparing => (now_ms.saturating_sub(self.began_ms), 0, 0),
+            Phase::Running { since_ms, .. } => {
+                (since_ms.saturating_sub(self.began_ms), now_ms.saturating_sub(since_ms), 0)
+            }
+            Phase::Persisting { since_ms, ran_ms } => (
+                since_ms.saturating_sub(ran_ms).saturating_sub(self.began_ms),
+                ran_ms,
+                now_ms.saturating_sub(since_ms),
+            ),
+        };
+        Timing {
+            wait_ms: clamp(self.wait_ms),
+            prepare_ms: clamp(prepared),
+            run_ms: clamp(ran),
+            persist_ms: clamp(persisted),
+        }
+    }
+}
+
+fn clamp(ms: u64) -> u32 {
+    u32::try_from(ms).unwrap_or(u32::MAX)
+}
+
+/// Cuts a message to what a report may carry, at a character.
+fn shorten(mut message: String) -> String {
+    if message.len() > MESSAGE_BYTES_MAX {
+        let mut cut = MESSAGE_BYTES_MAX - '…'.len_utf8();
+        while !message.is_char_boundary(cut) {
+            cut -= 1;
+        }
+        message.truncate(cut);
+        message.push('…');
+    }
+    message
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use volley_jobspecs::ids::JobId;
+
+    fn attempt() -> Attempt {
+        let name = AttemptName { job: JobId(1), stage: 0, index: 0, number: 1, sequence: 9 };
+        Attempt::begin(name, Isolation::Process, 5, 100, (1_000, 2_000))
+    }
+
+    #[test]
+    fn the_happy_road_says_how_long_each_part_took() {
+        let mut a = attempt();
+        a.progress(150, Progress::Started { grace_ms: 10 });
+        a.progress(450, Progress::Exited);
+        let end = a.end(500, Outcome::success());
+        assert_eq!(end.ending, Ending::Succeeded);
+        assert_eq!(end.timing, Timing { wait_ms: 5, prepare_ms: 50, run_ms: 300, persist_ms: 50 });
+    }
+
+    #[test]
+    fn a_run_past_its_deadline_gets_term_then_kill_and_is_a_run_timeout() {
+        let mut a = attempt();
+        a.progress(200, Progress::Started { grace_ms: 300 });
+        assert_eq!(a.deadline_ms(), Some(2_200));
+        assert_eq!(a.tick(2_199), None);
+        assert_eq!(a.tick(2_200), Some(Force::Term));
+        assert_eq!(a.tick(2_499), None);
+        assert_eq!(a.tick(2_500), Some(Force::Kill));
+        assert_eq!(a.deadline_ms(), None);
+        // Even one that ends with 0 on TERM ran too long.
+        assert_eq!(a.end(2_600, Outcome::success()).ending, Ending::Failed(FailureClass::RunTimeout));
+    }
+
+    #[test]
+    fn preparing_too_long_is_a_start_timeout() {
+        let mut a = attempt();
+        assert_eq!(a.tick(1_100), Some(Force::Term));
+        let end = a.end(1_200, Outcome::failed(FailureClass::StorageFailed, "aborted".into()));
+        assert_eq!(end.ending, Ending::Failed(FailureClass::StartTimeout));
+    }
+
+    #[test]
+    fn the_first_cause_stands_but_a_kill_overrides() {
+        let mut a = attempt();
+        a.progress(200, Progress::Started { grace_ms: 300 });
+        assert_eq!(a.stop(300, StopCause::Cancelled), Some(Force::Term));
+        assert_eq!(a.stop(310, StopCause::RunTimeout), None);
+        assert_eq!(a.stop(320, StopCause::Forgotten), Some(Force::Abandon));
+        assert!(a.is_forgotten());
+    }
+
+    #[test]
+    fn a_success_that_was_kept_before_the_cancel_stands() {
+        let mut a = attempt();
+        a.progress(200, Progress::Started { grace_ms: 300 });
+        a.progress(300, Progress::Exited);
+        assert_eq!(a.stop(310, StopCause::Cancelled), Some(Force::Term));
+        assert_eq!(a.clone().end(320, Outcome::success()).ending, Ending::Succeeded);
+        let failed = Outcome::failed(FailureClass::StorageFailed, "given up".into());
+        assert_eq!(a.end(320, failed).ending, Ending::Failed(FailureClass::Cancelled));
+    }
+
+    #[test]
+    fn messages_are_cut_at_a_character() {
+        let cut = shorten("é".repeat(2_000));
+        assert!(cut.len() <= MESSAGE_BYTES_MAX && cut.ends_with('…'));
+    }
+}

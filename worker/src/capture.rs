@@ -1,0 +1,118 @@
+//! One captured stream: its beginning and its end, however much came in between.
+//!
+//! Owns the size cap, the truncation mark and the inline tail. Pure. Does not own reading the pipe (`execute`).
+
+use std::collections::VecDeque;
+
+use minicbor::bytes::ByteVec;
+use volley_jobspecs::wire::report::{Stream, TAIL_BYTES_MAX};
+
+/// What is kept of a stream.
+#[derive(Debug, Clone)]
+pub struct Capture {
+    head_max: usize,
+    tail_max: usize,
+    head: Vec<u8>,
+    tail: VecDeque<u8>,
+    total: u64,
+}
+
+impl Capture {
+    /// Keeps at most `bytes_max`: a quarter from the beginning, where a program says what it is doing, the rest from the end, where
+    /// it says what went wrong.
+    #[must_use]
+    pub fn new(bytes_max: usize) -> Self {
+        let head_max = bytes_max / 4;
+        Self { head_max, tail_max: bytes_max - head_max, head: Vec::new(), tail: VecDeque::new(), total: 0 }
+    }
+
+    /// Adds what was read.
+    pub fn push(&mut self, bytes: &[u8]) {
+        self.total += bytes.len() as u64;
+        let room = self.head_max - self.head.len();
+        let (first, rest) = bytes.split_at(room.min(bytes.len()));
+        self.head.extend_from_slice(first);
+        let rest = rest.get(rest.len().saturating_sub(self.tail_max)..).unwrap_or_default();
+        let over = (self.tail.len() + rest.len()).saturating_sub(self.tail_max);
+        self.tail.drain(..over);
+        self.tail.extend(rest);
+    }
+
+    /// Bytes that came, also those not kept.
+    #[must_use]
+    pub fn total(&self) -> u64 {
+        self.total
+    }
+
+    fn missing(&self) -> u64 {
+        self.total - self.head.len() as u64 - self.tail.len() as u64
+    }
+
+    /// Is more kept than rides inline?
+    #[must_use]
+    pub fn wants_object(&self) -> bool {
+        self.total > TAIL_BYTES_MAX as u64
+    }
+
+    /// Everything kept, with a line where the middle is missing.
+    #[must_use]
+    pub fn kept(&self) -> Vec<u8> {
+        let mut all = self.head.clone();
+        match self.missing() {
+            0 => {}
+            missing => all.extend_from_slice(format!("\n[volley: {missing} bytes left out here]\n").as_bytes()),
+        }
+        let (a, b) = self.tail.as_slices();
+        all.extend_from_slice(a);
+        all.extend_from_slice(b);
+        all
+    }
+
+    /// What a report says of it; `None` when nothing came. `stored`: it is an object.
+    #[must_use]
+    pub fn stream(&self, stored: bool) -> Option<Stream> {
+        if self.total == 0 {
+            return None;
+        }
+        let from_tail = self.tail.len().min(TAIL_BYTES_MAX);
+        // The head is followed by the tail only when nothing is missing.
+        let from_head = if self.missing() == 0 { (TAIL_BYTES_MAX - from_tail).min(self.head.len()) } else { 0 };
+        let mut tail: Vec<u8> = self.head.get(self.head.len() - from_head..).unwrap_or_default().to_vec();
+        tail.extend(self.tail.iter().skip(self.tail.len() - from_tail));
+        Some(Stream { bytes: self.total, tail: ByteVec::from(tail), stored, truncated: self.missing() > 0 })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn a_long_stream_keeps_both_ends_and_says_what_is_missing() {
+        let mut capture = Capture::new(8_000);
+        for byte in 0..100u8 {
+            capture.push(&[byte; 1_000]);
+        }
+        let kept = capture.kept();
+        assert_eq!(kept.iter().filter(|b| **b == 0).count(), 1_000);
+        assert_eq!(kept.iter().filter(|b| **b == 99).count(), 1_000);
+        assert!(String::from_utf8_lossy(&kept).contains("[volley: 92000 bytes left out here]"));
+        assert!(capture.stream(true).is_some_and(|s| s.truncated && s.bytes == 100_000 && s.tail.len() == TAIL_BYTES_MAX));
+    }
+
+    proptest! {
+        #[test]
+        fn short_streams_are_kept_whole(pieces in proptest::collection::vec(proptest::collection::vec(any::<u8>(), 0..700), 0..20)) {
+            let all: Vec<u8> = pieces.concat();
+            let mut capture = Capture::new(6_000);
+            for piece in &pieces { capture.push(piece); }
+            let tail = &all[all.len().saturating_sub(TAIL_BYTES_MAX)..];
+            if all.len() <= 6_000 { prop_assert_eq!(capture.kept(), all.clone()); }
+            match capture.stream(false) {
+                None => prop_assert!(all.is_empty()),
+                Some(stream) => prop_assert_eq!(&stream.tail[..], tail),
+            }
+        }
+    }
+}

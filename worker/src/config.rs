@@ -1,0 +1,137 @@
+//! What a worker is told.
+//!
+//! Owns the values, their defaults and what is checked before anything starts. Does not read flags or files.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+
+use volley_jobspecs::ids::WorkerId;
+use volley_jobspecs::wire::plan::Isolation;
+
+/// Most slots of a worker: each has a shim process and three directories once it was used.
+pub const SLOTS_MAX: u32 = 4_096;
+/// Shortest beat, in milliseconds: below, beats are most of what a leader hears.
+pub const BEAT_MS_MIN: u64 = 100;
+/// Longest beat, in milliseconds: a worker counts as lost after 15 s of silence, and one beat may get lost.
+pub const BEAT_MS_MAX: u64 = 7_000;
+
+/// A worker's configuration.
+#[derive(Debug, Clone)]
+pub struct Config {
+    /// Its name, which it keeps over restarts.
+    pub name: WorkerId,
+    /// Its directory: work directories, input cache, lock. One worker per directory.
+    pub dir: PathBuf,
+    /// Bundles it runs at once.
+    pub slots: u32,
+    /// CPU for tasks, in thousandths of a core.
+    pub cpu_milli: u32,
+    /// Memory for tasks, in bytes.
+    pub memory_bytes: u64,
+    /// Disk for tasks, in bytes.
+    pub disk_bytes: u64,
+    /// Isolation tiers to offer: of those in this build, `null` and `process`.
+    pub isolation: Vec<Isolation>,
+    /// Its labels.
+    pub labels: BTreeMap<String, String>,
+    /// User and group tasks run as, when the worker runs as root; `None`: as the worker.
+    pub task_user: Option<(u32, u32)>,
+    /// Use cgroups? Without, tasks that ask for limits are refused.
+    pub cgroups: bool,
+    /// Milliseconds between beats.
+    pub beat_ms: u64,
+    /// Linger of reports until a leader says otherwise, in milliseconds.
+    pub linger_ms: u64,
+    /// Bytes kept of each of stdout and stderr; what is above loses its middle.
+    pub stream_bytes_max: usize,
+    /// Bytes of fetched inputs kept for other tasks that want the same.
+    pub cache_bytes_max: u64,
+    /// Most bytes of ends that are not in the log; above, nothing new is started.
+    pub unsent_bytes_max: usize,
+    /// The build, for people.
+    pub build: String,
+    /// The host's name, for people.
+    pub host: String,
+}
+
+impl Config {
+    /// A worker with the defaults: as many slots as cores, all their CPU, three quarters of the memory, `process` and `null`.
+    #[must_use]
+    pub fn new(name: WorkerId, dir: PathBuf) -> Self {
+        let cores = u32::try_from(std::thread::available_parallelism().map_or(1, usize::from)).unwrap_or(SLOTS_MAX);
+        Self {
+            name,
+            slots: cores.min(SLOTS_MAX),
+            cpu_milli: cores.saturating_mul(1_000),
+            memory_bytes: total_memory() / 4 * 3,
+            disk_bytes: free_disk(&dir),
+            dir,
+            isolation: vec![Isolation::Null, Isolation::Process],
+            labels: BTreeMap::new(),
+            task_user: None,
+            cgroups: true,
+            beat_ms: 3_000,
+            linger_ms: 5,
+            stream_bytes_max: 4 << 20,
+            cache_bytes_max: 10 << 30,
+            unsent_bytes_max: 64 << 20,
+            build: env!("CARGO_PKG_VERSION").to_owned(),
+            host: std::fs::read_to_string("/proc/sys/kernel/hostname").map(|h| h.trim().to_owned()).unwrap_or_default(),
+        }
+    }
+
+    /// Checks what can be checked without touching anything.
+    ///
+    /// # Errors
+    /// [`ConfigError`] names the value.
+    pub fn check(&self) -> Result<(), ConfigError> {
+        if !(1..=SLOTS_MAX).contains(&self.slots) {
+            return Err(ConfigError::Slots(self.slots));
+        }
+        if !(BEAT_MS_MIN..=BEAT_MS_MAX).contains(&self.beat_ms) {
+            return Err(ConfigError::Beat(self.beat_ms));
+        }
+        if let Some(tier) = self.isolation.iter().find(|tier| !matches!(tier, Isolation::Null | Isolation::Process)) {
+            return Err(ConfigError::Isolation(*tier));
+        }
+        if self.isolation.is_empty() {
+            return Err(ConfigError::NoIsolation);
+        }
+        if self.task_user.is_some() && !rustix::process::geteuid().is_root() {
+            return Err(ConfigError::TaskUser);
+        }
+        Ok(())
+    }
+}
+
+/// What is wrong with a configuration.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum ConfigError {
+    /// Slots out of range.
+    #[error("a worker has 1 to {SLOTS_MAX} slots, not {0}")]
+    Slots(u32),
+    /// Beat out of range.
+    #[error("a worker beats every {BEAT_MS_MIN} to {BEAT_MS_MAX} ms, not every {0}")]
+    Beat(u64),
+    /// A tier this build doesn't have.
+    #[error("this build has no isolation {:?}; it has null and process", .0.as_str())]
+    Isolation(Isolation),
+    /// Nothing to offer.
+    #[error("a worker must offer at least one isolation tier: null or process")]
+    NoIsolation,
+    /// Only root can become somebody else.
+    #[error("tasks can run as another user only when the worker runs as root; leave the task user out, or run it as root")]
+    TaskUser,
+}
+
+fn total_memory() -> u64 {
+    let info = rustix::system::sysinfo();
+    u64::from(info.totalram).saturating_mul(u64::from(info.mem_unit))
+}
+
+/// Nine tenths of what is free where `dir` is or will be.
+fn free_disk(dir: &std::path::Path) -> u64 {
+    dir.ancestors()
+        .find_map(|dir| rustix::fs::statvfs(if dir.as_os_str().is_empty() { ".".as_ref() } else { dir }).ok())
+        .map_or(0, |vfs| vfs.f_bavail.saturating_mul(vfs.f_frsize) / 10 * 9)
+}

@@ -1,0 +1,364 @@
+use super::*;
+use proptest::prelude::*;
+use std::collections::{BTreeMap, BTreeSet};
+use volley_jobspecs::failure::FailureClass;
+use volley_jobspecs::ids::WorkerId;
+use volley_jobspecs::wire;
+use volley_jobspecs::wire::plan::{Isolation, Needs};
+use volley_jobspecs::wire::record::{Record, Run};
+use volley_jobspecs::wire::report::{AttemptEnd, Ending};
+use volley_jobspecs::wire::work::{Bundle, Order, Try, WorkMessage, WorkerInfo};
+
+use crate::attempt::{Force, Progress};
+
+fn config(slots: u32) -> CoreConfig {
+    CoreConfig {
+        worker: WorkerId::new("w1").expect("a name"),
+        info: WorkerInfo {
+            slots,
+            cpu_milli: slots * 1_000,
+            memory_bytes: 1 << 30,
+            disk_bytes: 1 << 30,
+            isolation: vec![Isolation::Null, Isolation::Process],
+            labels: BTreeMap::new(),
+            limits: false,
+            build: "test".into(),
+            host: "host".into(),
+        },
+        beat_ms: 3_000,
+        linger_ms: 5,
+        unsent_bytes_max: 1 << 20,
+    }
+}
+
+fn facts() -> JobFacts {
+    JobFacts {
+        needs: Needs {
+            cpu_milli: 1_000,
+            memory_bytes: 0,
+            disk_bytes: 0,
+            isolation: Isolation::Process,
+            labels: BTreeMap::new(),
+            limits: false,
+        },
+        start_ms: 1_000,
+        run_ms: 2_000,
+    }
+}
+
+/// Plays leader, log and executors by hand.
+struct World {
+    core: Core,
+    now_ms: u64,
+    number: u64,
+    running: BTreeMap<u32, AttemptName>,
+    forced: BTreeMap<u32, Force>,
+    published: Vec<(u64, Vec<AttemptEnd>)>,
+    beats: Vec<Beat>,
+    exited: bool,
+    reborn: u64,
+    starts: BTreeMap<AttemptName, u32>,
+}
+
+impl World {
+    fn new(config: CoreConfig) -> Self {
+        let mut world = Self {
+            core: Core::new(config, Incarnation(1), 0),
+            now_ms: 0,
+            number: 0,
+            running: BTreeMap::new(),
+            forced: BTreeMap::new(),
+            published: Vec::new(),
+            beats: Vec::new(),
+            exited: false,
+            reborn: 0,
+            starts: BTreeMap::new(),
+        };
+        world.give(Input::Tick);
+        world
+    }
+
+    fn give(&mut self, input: Input) {
+        let mut out = Vec::new();
+        self.core.handle(self.now_ms, input, &mut out);
+        for action in out {
+            match action {
+                Action::FetchJob(job) => self.give(Input::Job { job, answer: JobAnswer::Known(facts()) }),
+                Action::Run { slot, name, .. } => {
+                    assert_eq!(self.running.insert(slot, name), None, "one attempt per slot");
+                    *self.starts.entry(name).or_default() += 1;
+                }
+                Action::Stop { slot, name, force } => {
+                    assert_eq!(self.running.get(&slot), Some(&name), "only what runs is stopped");
+                    self.forced.insert(slot, force);
+                }
+                Action::Publish { publish, .. } => match wire::decode::<Record>("record", &publish.bytes) {
+                    Ok(Record::Report(report)) => self.published.push((publish.number, report.ends)),
+                    other => panic!("not a report: {other:?}"),
+                },
+                Action::Beat(beat) => self.beats.push(beat),
+                Action::NewLife => {
+                    assert!(self.running.is_empty(), "nothing runs between lives");
+                    self.reborn += 1;
+                    self.give(Input::Born(Incarnation(100 + self.reborn)));
+                }
+                Action::Exit => self.exited = true,
+                Action::Answer(_) | Action::Watch { .. } | Action::Dropped(_) => {}
+            }
+        }
+    }
+
+    fn work(&mut self, orders: Vec<Order>) {
+        self.number += 1;
+        let incarnation = self.core.incarnation();
+        self.give(Input::Work(WorkMessage { incarnation, term: Term(1), number: self.number, orders }));
+    }
+
+    fn run(&mut self, place: u32, first: u32, count: u32) {
+        let bundle = Bundle {
+            id: BundleId { sequence: 10, place },
+            job: JobId(1),
+            tasks: vec![Try { first, count, number: 1 }],
+        };
+        self.work(vec![Order::Run(bundle)]);
+    }
+
+    fn end(&mut self, slot: u32, outcome: Outcome) {
+        self.forced.remove(&slot);
+        let name = self.running.remove(&slot).expect("something runs there");
+        self.give(Input::Ended { slot, name, outcome });
+    }
+
+    fn at(&mut self, now_ms: u64) {
+        self.now_ms = now_ms;
+        self.give(Input::Tick);
+    }
+
+    fn answer(&mut self, lost: bool) {
+        let incarnation = self.core.incarnation();
+        let answer = BeatAnswer { term: Term(1), linger_ms: 5, joined: true, lost };
+        self.give(Input::BeatAnswered { incarnation, answer });
+    }
+
+    fn ack(&mut self) {
+        let (number, _) = self.published.last().cloned().expect("a publish");
+        let incarnation = self.core.incarnation();
+        self.give(Input::ReportAcked { incarnation, number, sequence: 1_000 + number });
+    }
+}
+
+#[test]
+fn a_bundle_runs_one_after_another_and_is_held_until_acked() {
+    let mut w = World::new(config(2));
+    w.run(0, 0, 2);
+    assert_eq!(w.running.len(), 1);
+    w.end(0, Outcome::success());
+    assert_eq!(w.running.get(&0).map(|n| n.index), Some(1));
+    w.end(0, Outcome::failed(FailureClass::ExitCode, "1".into()));
+    assert_eq!(w.core.held(), 1);
+    w.at(5);
+    assert_eq!(w.published.len(), 1);
+    assert_eq!(w.published[0].1.len(), 2);
+    w.ack();
+    assert_eq!(w.core.held(), 0);
+    w.answer(false);
+    w.at(3_000);
+    let beat = w.beats.last().expect("a beat");
+    assert_eq!((beat.held.len(), beat.taken, beat.reported), (0, 1, 1_001));
+}
+
+#[test]
+fn a_repeated_message_or_bundle_starts_nothing_twice() {
+    let mut w = World::new(config(2));
+    w.run(0, 0, 1);
+    w.run(0, 0, 1);
+    let again = WorkMessage { incarnation: Incarnation(1), term: Term(1), number: 1, orders: Vec::new() };
+    w.give(Input::Work(again));
+    assert_eq!(w.starts.values().sum::<u32>(), 1);
+}
+
+#[test]
+fn one_bundle_waits_per_slot_and_the_rest_is_handed_back() {
+    let mut w = World::new(config(2));
+    for place in 0..6 {
+        w.run(place, place, 1);
+    }
+    assert_eq!(w.running.len(), 2);
+    w.at(5);
+    let returned: Vec<u32> = w.published[0].1.iter().map(|end| end.name.index).collect();
+    assert_eq!(returned, vec![4, 5]);
+    assert!(w.published[0].1.iter().all(|end| end.ending == Ending::Returned));
+}
+
+#[test]
+fn cancel_stops_what_runs_and_returns_what_waits() {
+    let mut w = World::new(config(1));
+    w.run(0, 0, 3);
+    w.work(vec![Order::Stop { bundle: BundleId { sequence: 10, place: 0 }, tasks: vec![Run { first: 0, count: 3 }] }]);
+    assert_eq!(w.forced.get(&0), Some(&Force::Term));
+    w.end(0, Outcome::failed(FailureClass::Signal, "15".into()));
+    w.at(10);
+    let endings: Vec<Ending> = w.published.iter().flat_map(|(_, ends)| ends.iter().map(|e| e.ending)).collect();
+    assert_eq!(endings, vec![Ending::Returned, Ending::Returned, Ending::Failed(FailureClass::Cancelled)]);
+    assert!(w.running.is_empty());
+}
+
+#[test]
+fn a_forgotten_bundle_is_killed_and_not_reported() {
+    let mut w = World::new(config(1));
+    w.run(0, 0, 3);
+    w.work(vec![Order::Forget { bundle: BundleId { sequence: 10, place: 0 } }]);
+    assert_eq!(w.forced.get(&0), Some(&Force::Abandon));
+    w.end(0, Outcome::success());
+    w.at(100);
+    assert!(w.published.is_empty());
+    assert_eq!(w.core.held(), 0);
+}
+
+#[test]
+fn a_run_deadline_is_kept_without_anybody() {
+    let mut w = World::new(config(1));
+    w.run(0, 0, 1);
+    let name = w.running[&0];
+    w.give(Input::Progress { slot: 0, name, progress: Progress::Started { grace_ms: 100 } });
+    assert!(w.core.wakeup_ms().is_some_and(|at| at <= 2_000));
+    w.at(2_000);
+    assert_eq!(w.forced.get(&0), Some(&Force::Term));
+    w.at(2_100);
+    assert_eq!(w.forced.get(&0), Some(&Force::Kill));
+    w.end(0, Outcome::failed(FailureClass::Signal, "9".into()));
+    w.at(2_200);
+    assert_eq!(w.published[0].1[0].ending, Ending::Failed(FailureClass::RunTimeout));
+}
+
+#[test]
+fn a_lost_life_kills_everything_before_the_next_begins() {
+    let mut w = World::new(config(2));
+    w.run(0, 0, 2);
+    w.run(1, 5, 1);
+    w.answer(true);
+    assert_eq!(w.forced.len(), 2);
+    w.end(0, Outcome::success());
+    assert_eq!(w.reborn, 0);
+    w.end(1, Outcome::success());
+    assert_eq!(w.reborn, 1);
+    assert_eq!(w.core.incarnation(), Incarnation(101));
+    assert!(w.published.is_empty());
+    assert_eq!(w.beats.last().map(|b| (b.incarnation, b.held.len())), Some((Incarnation(101), 0)));
+}
+
+#[test]
+fn drain_finishes_what_runs_hands_back_the_rest_and_leaves() {
+    let mut w = World::new(config(1));
+    w.run(0, 0, 2);
+    w.run(1, 5, 1);
+    w.give(Input::Drain);
+    assert_eq!(w.running.len(), 1);
+    w.ack();
+    w.end(0, Outcome::success());
+    assert!(!w.exited);
+    w.ack();
+    assert!(w.beats.last().is_some_and(|beat| beat.leaving && beat.held.is_empty()));
+    w.answer(false);
+    assert!(w.exited);
+}
+
+#[test]
+fn stop_kills_at_once_reports_and_exits_even_when_nobody_answers() {
+    let mut w = World::new(config(1));
+    w.run(0, 0, 2);
+    w.give(Input::Drain);
+    w.give(Input::Stop);
+    assert_eq!(w.forced.get(&0), Some(&Force::Abandon));
+    w.end(0, Outcome::failed(FailureClass::Signal, "9".into()));
+    w.at(4_000);
+    w.at(9_000);
+    assert!(w.exited);
+}
+
+#[test]
+fn above_the_bound_of_unsent_ends_nothing_new_is_started() {
+    let mut w = World::new(CoreConfig { unsent_bytes_max: 1_000, ..config(1) });
+    w.run(0, 0, 100);
+    let mut ended = 0;
+    while w.running.contains_key(&0) {
+        w.end(0, Outcome::success());
+        ended += 1;
+    }
+    assert!(ended < 10);
+    w.at(10);
+    w.ack();
+    assert!(w.running.contains_key(&0), "an ack makes room");
+}
+
+#[test]
+fn limits_that_can_not_be_enforced_are_refused_with_a_reason() {
+    let mut core = Core::new(config(1), Incarnation(1), 0);
+    let mut out = Vec::new();
+    let bundle = Bundle {
+        id: BundleId { sequence: 1, place: 0 },
+        job: JobId(1),
+        tasks: vec![Try { first: 0, count: 1, number: 1 }],
+    };
+    let orders = vec![Order::Run(bundle)];
+    core.handle(0, Input::Work(WorkMessage { incarnation: Incarnation(1), term: Term(1), number: 1, orders }), &mut out);
+    assert!(out.contains(&Action::FetchJob(JobId(1))));
+    let mut facts = facts();
+    facts.needs.limits = true;
+    out.clear();
+    core.handle(0, Input::Job { job: JobId(1), answer: JobAnswer::Known(facts) }, &mut out);
+    core.handle(10, Input::Tick, &mut out);
+    let ends = out.iter().find_map(|action| match action {
+        Action::Publish { publish, .. } => wire::decode::<Record>("record", &publish.bytes).ok(),
+        _ => None,
+    });
+    match ends {
+        Some(Record::Report(report)) => {
+            assert_eq!(report.ends[0].ending, Ending::Failed(FailureClass::PolicyDenied));
+            assert!(report.ends[0].message.as_ref().is_some_and(|m| m.contains("cgroup")));
+        }
+        other => panic!("{other:?}"),
+    }
+}
+
+proptest! {
+    /// Whatever comes in whatever order: no attempt starts twice in one life, what is received is held until it is reported, and
+    /// in the end nothing is left.
+    #[test]
+    fn nothing_is_started_twice_and_nothing_is_lost(steps in proptest::collection::vec((0u8..9, 0u32..6), 1..120)) {
+        let mut w = World::new(config(2));
+        let mut sent = BTreeSet::new();
+        let mut place = 0;
+        for (step, x) in steps {
+            match step {
+                0 | 1 => {
+                    place += 1;
+                    for at in 0..=x { sent.insert(place * 10 + at); }
+                    w.run(place, place * 10, x + 1);
+                }
+                2 | 3 => { if w.running.contains_key(&(x % 2)) { w.end(x % 2, Outcome::success()); } }
+                4 => { if !w.published.is_empty() { w.ack(); } }
+                5 => {
+                    let number = w.published.last().map_or(0, |(n, _)| *n);
+                    w.give(Input::ReportFailed { incarnation: Incarnation(1), number });
+                }
+                6 => { let now = w.now_ms + u64::from(x) * 40; w.at(now); }
+                7 => { let bundle = BundleId { sequence: 10, place: x };
+                       w.work(vec![Order::HandBack { bundle, tasks: vec![Run { first: 0, count: 1_000 }] }]); }
+                _ => w.answer(false),
+            }
+            prop_assert!(w.running.len() <= 2);
+        }
+        for _ in 0..400 {
+            for slot in 0..2 { if w.running.contains_key(&slot) { w.end(slot, Outcome::success()); } }
+            let now = w.now_ms + 100;
+            w.at(now);
+            if !w.published.is_empty() { w.ack(); }
+        }
+        prop_assert_eq!(w.core.held(), 0);
+        prop_assert!(w.starts.values().all(|n| *n == 1));
+        let reported: BTreeSet<u32> =
+            w.published.iter().flat_map(|(_, ends)| ends.iter().map(|end| end.name.index)).collect();
+        prop_assert_eq!(reported, sent);
+    }
+}

@@ -1,0 +1,176 @@
+//! The directories of a slot: where a task works, where its outputs go, where its temporary files go.
+//!
+//! Owns making and emptying them. They are reused when a task left them empty and as they were: making and removing directories
+//! costs as much as starting a process. Does not own what is put in (`prepare`) or kept (`persist`).
+
+use std::fs;
+use std::io;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+
+/// Mode of a task's directories: its own user only.
+const MODE: u32 = 0o700;
+
+/// A slot's directories.
+#[derive(Debug, Clone)]
+pub struct Dirs {
+    root: PathBuf,
+    owner: Option<(u32, u32)>,
+}
+
+impl Dirs {
+    /// The directories below `root`, to belong to `owner` if one is given.
+    #[must_use]
+    pub fn new(root: PathBuf, owner: Option<(u32, u32)>) -> Self {
+        Self { root, owner }
+    }
+
+    /// Where the task starts, its HOME.
+    #[must_use]
+    pub fn work(&self) -> PathBuf {
+        self.root.join("work")
+    }
+
+    /// Its VOLLEY_OUTPUT_DIR.
+    #[must_use]
+    pub fn out(&self) -> PathBuf {
+        self.root.join("out")
+    }
+
+    /// Its TMPDIR.
+    #[must_use]
+    pub fn tmp(&self) -> PathBuf {
+        self.root.join("tmp")
+    }
+
+    /// Whom they belong to, if not the worker.
+    #[must_use]
+    pub fn owner(&self) -> Option<(u32, u32)> {
+        self.owner
+    }
+
+    /// Makes all of them, empty.
+    ///
+    /// # Errors
+    /// What the system says; the path is part of it.
+    pub fn make(&self) -> io::Result<()> {
+        for dir in [self.work(), self.out(), self.tmp()] {
+            if !self.is_fresh(&dir) {
+                remove_all(&dir).map_err(|e| with_path(&dir, &e))?;
+                self.make_dir(&dir).map_err(|e| with_path(&dir, &e))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Makes a directory below them, with those above it.
+    ///
+    /// # Errors
+    /// What the system says.
+    pub fn make_dir(&self, dir: &Path) -> io::Result<()> {
+        match fs::DirBuilder::new().mode(MODE).create(dir) {
+            Ok(()) => {}
+            Err(e) if e.kind() == io::ErrorKind::AlreadyExists => return Ok(()),
+            Err(e) if e.kind() == io::ErrorKind::NotFound => {
+                // Above the slots nothing belongs to the task's user, who must only be able to pass.
+                if dir == self.root || !dir.starts_with(&self.root) {
+                    fs::create_dir_all(dir)?;
+                    return fs::set_permissions(dir, fs::Permissions::from_mode(0o755));
+                }
+                self.make_dir(dir.parent().unwrap_or(&self.root))?;
+                fs::DirBuilder::new().mode(MODE).create(dir)?;
+            }
+            Err(e) => return Err(e),
+        }
+        if dir == self.root {
+            return fs::set_permissions(dir, fs::Permissions::from_mode(0o755));
+        }
+        if let Some((uid, gid)) = self.owner {
+            std::os::unix::fs::lchown(dir, Some(uid), Some(gid))?;
+        }
+        Ok(())
+    }
+
+    /// Empties all of them.
+    ///
+    /// # Errors
+    /// What the system says; the slot then wants another root.
+    pub fn clear(&self) -> io::Result<()> {
+        self.make()
+    }
+
+    /// Are all of them there, empty, and as they were made?
+    #[must_use]
+    pub fn are_fresh(&self) -> bool {
+        [self.work(), self.out(), self.tmp()].iter().all(|dir| self.is_fresh(dir))
+    }
+
+    fn is_fresh(&self, dir: &Path) -> bool {
+        let Ok(meta) = fs::symlink_metadata(dir) else { return false };
+        let owned = self.owner.is_none_or(|(uid, gid)| (meta.uid(), meta.gid()) == (uid, gid));
+        let as_made = meta.is_dir() && meta.mode() & 0o7777 == MODE && owned;
+        as_made && fs::read_dir(dir).is_ok_and(|mut entries| entries.next().is_none())
+    }
+}
+
+fn with_path(path: &Path, error: &io::Error) -> io::Error {
+    io::Error::new(error.kind(), format!("{}: {error}", path.display()))
+}
+
+/// Removes whatever is there, also directories their owner made unreadable.
+///
+/// # Errors
+/// What the system says.
+pub fn remove_all(path: &Path) -> io::Result<()> {
+    let Ok(meta) = fs::symlink_metadata(path) else { return Ok(()) };
+    if !meta.is_dir() {
+        return fs::remove_file(path);
+    }
+    match fs::remove_dir_all(path) {
+        Ok(()) => Ok(()),
+        Err(e) if e.kind() == io::ErrorKind::PermissionDenied => {
+            open_up(path)?;
+            fs::remove_dir_all(path)
+        }
+        Err(e) => Err(e),
+    }
+}
+
+fn open_up(path: &Path) -> io::Result<()> {
+    let mut stack = vec![path.to_owned()];
+    while let Some(dir) = stack.pop() {
+        fs::set_permissions(&dir, fs::Permissions::from_mode(MODE))?;
+        for entry in fs::read_dir(&dir)? {
+            let entry = entry?;
+            if entry.file_type()?.is_dir() {
+                stack.push(entry.path());
+            }
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn empty_directories_are_reused_and_others_made_anew() {
+        let place = tempfile::tempdir().expect("a directory");
+        let dirs = Dirs::new(place.path().join("slots/0"), None);
+        dirs.make().expect("made");
+        let inode = |path: PathBuf| fs::metadata(path).expect("there").ino();
+        let (work, out) = (inode(dirs.work()), inode(dirs.out()));
+        fs::create_dir_all(dirs.out().join("a/b")).expect("made");
+        fs::set_permissions(dirs.out().join("a"), fs::Permissions::from_mode(0)).expect("changed");
+        std::os::unix::fs::symlink("/etc", dirs.tmp().join("link")).expect("linked");
+        dirs.clear().expect("cleared");
+        assert_eq!(inode(dirs.work()), work);
+        assert!(inode(dirs.out()) != out || fs::read_dir(dirs.out()).expect("there").next().is_none());
+        assert!(Path::new("/etc/passwd").exists());
+        fs::remove_dir(dirs.work()).expect("removed");
+        std::os::unix::fs::symlink("/tmp", dirs.work()).expect("linked");
+        dirs.clear().expect("cleared");
+        assert!(fs::symlink_metadata(dirs.work()).expect("there").is_dir());
+    }
+}

@@ -1,0 +1,49 @@
+//! Why a worker doesn't run.
+//!
+//! Owns errors of start-up. What happens to attempts is in the errors of the stages.
+
+use std::io;
+use std::path::PathBuf;
+
+use crate::cgroup::CgroupError;
+use crate::config::ConfigError;
+use crate::ports::BusError;
+use crate::spawner::SpawnerError;
+
+/// Why a worker doesn't run.
+#[derive(Debug, thiserror::Error)]
+pub enum RunError {
+    /// It was told something impossible.
+    #[error("worker configuration: {0}")]
+    Config(#[from] ConfigError),
+    /// Its directory can't be used.
+    #[error("worker directory {}: {what}: {source}", .path.display())]
+    Dir {
+        /// Which.
+        path: PathBuf,
+        /// What was tried.
+        what: &'static str,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// Another worker has it.
+    #[error("another worker (process {pid}) uses {}; give each its own directory", .path.display())]
+    Locked {
+        /// Which.
+        path: PathBuf,
+        /// By whom, as it wrote it down.
+        pid: String,
+    },
+    /// What a worker before it left still runs.
+    #[error("what an earlier worker left running can't be killed: {0}")]
+    Predecessor(String),
+    /// Cgroups of a predecessor can't be cleared.
+    #[error(transparent)]
+    Cgroup(#[from] CgroupError),
+    /// Nothing can be started.
+    #[error(transparent)]
+    Spawner(#[from] SpawnerError),
+    /// The bus can't be listened to.
+    #[error("listening for work: {0}")]
+    Bus(#[from] BusError),
+}

@@ -1,0 +1,296 @@
+//! The task of one slot: takes an attempt through its stages, one after another, for as long as the worker lives.
+//!
+//! Owns the order prepare, restore, execute, persist, reclaim, and what each stage's failure makes of the attempt. Does not own
+//! deadlines or which attempt runs when (`core`).
+
+use std::panic::AssertUnwindSafe;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use futures::FutureExt;
+use tokio::sync::{mpsc, watch};
+use tracing::Instrument;
+use volley_jobspecs::failure::FailureClass;
+use volley_jobspecs::ids::AttemptName;
+use volley_jobspecs::wire::report::Usage;
+
+use crate::attempt::{Outcome, Progress};
+use crate::core::Input;
+use crate::dirs::{self, Dirs};
+use crate::execute::{ExecuteError, Executed, execute};
+use crate::inputs::Inputs;
+use crate::job::{Job, Pages};
+use crate::live::{LiveOutput, Watched};
+use crate::persist::{self, Kept, PersistError, persist};
+use crate::ports::{Bus, Objects};
+use crate::prepare::{Prepared, prepare};
+use crate::reclaim::reclaim;
+use crate::restore::restore;
+use crate::runtime::process::ProcessMachine;
+use crate::runtime::Exit;
+use crate::stop::StopSignal;
+
+/// An attempt to run.
+#[derive(Debug)]
+pub struct SlotOrder {
+    /// Its name.
+    pub name: AttemptName,
+    /// Its job.
+    pub job: Arc<Job>,
+}
+
+/// What all slots share.
+#[derive(Debug, Clone)]
+pub struct Shared<B, O> {
+    /// The bus, for live output.
+    pub bus: B,
+    /// Objects.
+    pub objects: O,
+    /// Inputs.
+    pub inputs: Inputs<O>,
+    /// Item pages.
+    pub pages: Pages<O>,
+    /// Who watches what.
+    pub watched: watch::Receiver<Watched>,
+    /// Where progress and ends go.
+    pub events: mpsc::Sender<Input>,
+    /// Where slots have their directories.
+    pub dir: PathBuf,
+    /// Whom tasks run as, if not as the worker.
+    pub owner: Option<(u32, u32)>,
+    /// Bytes kept of each stream.
+    pub stream_bytes_max: usize,
+}
+
+/// A slot.
+#[derive(Debug)]
+pub struct Executor<B, O> {
+    slot: u32,
+    shared: Shared<B, O>,
+    machine: ProcessMachine,
+    stop: StopSignal,
+    dirs: Dirs,
+    generation: u32,
+}
+
+impl<B: Bus, O: Objects> Executor<B, O> {
+    /// A slot in which nothing ran yet.
+    #[must_use]
+    pub fn new(slot: u32, shared: Shared<B, O>, machine: ProcessMachine, stop: StopSignal) -> Self {
+        let dirs = Dirs::new(shared.dir.join(slot.to_string()), shared.owner);
+        Self { slot, shared, machine, stop, dirs, generation: 0 }
+    }
+
+    /// Runs attempts until the driver is gone.
+    pub async fn serve(mut self, mut orders: mpsc::Receiver<SlotOrder>) {
+        while let Some(SlotOrder { name, job }) = orders.recv().await {
+            let span = tracing::info_span!(
+                "attempt",
+                job = %name.job,
+                task = name.index,
+                attempt = name.number,
+                trace = job.trace.as_deref()
+            );
+            let run = AssertUnwindSafe(self.run(&name, &job).instrument(span)).catch_unwind();
+            let outcome = match run.await {
+                Ok(outcome) => outcome,
+                Err(_panic) => self.after_panic(),
+            };
+            let ended = Input::Ended { slot: self.slot, name, outcome };
+            if self.shared.events.send(ended).await.is_err() {
+                return;
+            }
+        }
+    }
+
+    /// A mistake of ours must cost one attempt, not hold its slot for ever. Nothing of the slot is used again.
+    fn after_panic(&mut self) -> Outcome {
+        self.machine.distrust();
+        self.leave_dirs();
+        Outcome::failed(FailureClass::GuestLost, "the worker panicked over this task; its log says where".to_owned())
+    }
+
+    async fn run(&mut self, name: &AttemptName, job: &Job) -> Outcome {
+        self.stop.begin(*name);
+        let outcome = self.stages(name, job).await;
+        if !self.dirs.are_fresh() {
+            let dirs = self.dirs.clone();
+            let span = tracing::debug_span!("reclaim");
+            let done = tokio::task::spawn_blocking(move || span.in_scope(|| reclaim(&dirs))).await;
+            if let Ok(Err(why)) = done {
+                tracing::warn!(%why);
+                self.leave_dirs();
+            }
+        }
+        outcome
+    }
+
+    async fn stages(&mut self, name: &AttemptName, job: &Job) -> Outcome {
+        let stopped = || Outcome::failed(FailureClass::Cancelled, "its command had not begun".to_owned());
+        let (inputs, pages, dirs) = (&self.shared.inputs, &self.shared.pages, &self.dirs);
+        let prepared = tokio::select! {
+            biased;
+            _ = self.stop.next() => None,
+            prepared = prepare(job, name, dirs, inputs, pages).instrument(tracing::debug_span!("prepare")) => Some(prepared),
+        };
+        let prepared = match prepared {
+            Some(Ok(prepared)) => prepared,
+            Some(Err(why)) => return Outcome::failed(why.class(), why.to_string()),
+            None => {
+                // A copy may still be under way; it ends in directories that nobody uses any more.
+                self.leave_dirs();
+                return stopped();
+            }
+        };
+        let restored = tokio::select! {
+            biased;
+            _ = self.stop.next() => None,
+            restored = restore(&mut self.machine, &prepared).instrument(tracing::debug_span!("restore")) => Some(restored),
+        };
+        match restored {
+            Some(Ok(())) => {}
+            Some(Err(why)) => {
+                self.machine.distrust();
+                return Outcome::failed(why.class(), why.to_string());
+            }
+            None => {
+                self.machine.distrust();
+                return stopped();
+            }
+        }
+        self.say(name, Progress::Started { grace_ms: prepared.grace_ms }).await;
+        let live = LiveOutput { bus: self.shared.bus.clone(), watched: self.shared.watched.clone(), name: *name };
+        let bytes_max = self.shared.stream_bytes_max;
+        let executed = execute(&mut self.machine, &prepared, &mut self.stop, &live, bytes_max)
+            .instrument(tracing::debug_span!("execute"))
+            .await;
+        if matches!(executed.exit, Err(ExecuteError::Lost | ExecuteError::Stuck | ExecuteError::Spawner(_))) {
+            self.machine.distrust();
+            // What can't be killed may still write here.
+            if matches!(executed.exit, Err(ExecuteError::Stuck)) {
+                self.leave_dirs();
+            }
+        }
+        self.keep(name, &prepared, executed).instrument(tracing::debug_span!("persist")).await
+    }
+
+    async fn keep(&mut self, name: &AttemptName, prepared: &Prepared, executed: Executed) -> Outcome {
+        let (dirs, declared) = (self.dirs.clone(), prepared.task.outputs.clone());
+        let Executed { exit, stdout, stderr } = executed;
+        let inline = Kept { stdout: stdout.stream(false), stderr: stderr.stream(false), ..Kept::default() };
+        let find = move || persist::find(&dirs, &declared, &stdout, &stderr);
+        // Reading directories blocks, for long when they are large; most tasks leave none at all.
+        let found = if self.dirs.are_fresh() {
+            find()
+        } else {
+            let failed = |e| PersistError::Read { path: self.dirs.out(), source: std::io::Error::other(e) };
+            tokio::task::spawn_blocking(find).await.unwrap_or_else(|e| Err(failed(e)))
+        };
+        let left = match found {
+            Ok(left) => left,
+            Err(why) => return outcome(exit, prepared, inline, Some(&why)),
+        };
+        if !left.wants_storage() {
+            return outcome(exit, prepared, left.inline_only(), None);
+        }
+        self.say(name, Progress::Exited).await;
+        let inline = left.inline();
+        let kept = tokio::select! {
+            biased;
+            _ = self.stop.next() => return Outcome {
+                failure: Some(FailureClass::Cancelled),
+                ..outcome(exit, prepared, inline.inline_only(), None)
+            },
+            kept = persist(&self.shared.objects, name, left) => kept,
+        };
+        match kept {
+            Ok(kept) => outcome(exit, prepared, kept, None),
+            Err(why) => outcome(exit, prepared, inline.inline_only(), Some(&why)),
+        }
+    }
+
+    /// Goes on in other directories; the old ones are removed when that is possible.
+    fn leave_dirs(&mut self) {
+        self.generation += 1;
+        let root = self.shared.dir.join(format!("{}-{}", self.slot, self.generation));
+        let old = self.shared.dir.join(match self.generation {
+            1 => self.slot.to_string(),
+            n => format!("{}-{}", self.slot, n - 1),
+        });
+        self.dirs = Dirs::new(root, self.shared.owner);
+        tokio::task::spawn_blocking(move || {
+            // What can't be removed now is removed at the next start.
+            let _ = dirs::remove_all(&old);
+        });
+    }
+
+    async fn say(&self, name: &AttemptName, progress: Progress) {
+        // A driver that is gone is noticed at the end.
+        let _ = self.shared.events.send(Input::Progress { slot: self.slot, name: *name, progress }).await;
+    }
+}
+
+/// What became of an attempt.
+fn outcome(exit: Result<Exit, ExecuteError>, prepared: &Prepared, kept: Kept, lost: Option<&PersistError>) -> Outcome {
+    let mut notes = kept.notes;
+    let (failure, code, message, usage) = match exit {
+        Ok(exit) => {
+            let (failure, code, message) = verdict(&exit, prepared);
+            if exit.strays > 0 {
+                notes.push(format!("{} processes were still running at its end and were killed", exit.strays));
+            }
+            let usage = Usage { cpu_us: exit.cpu_us, memory_bytes_max: exit.memory_bytes_max };
+            (failure, code, message, Some(usage))
+        }
+        Err(why) => {
+            let (class, code) = why.class();
+            (Some(class), code, Some(format!("{}: {why}", program(prepared))), None)
+        }
+    };
+    // A verdict on the task stands, even if what it left is lost; a success without its outputs is none.
+    let failure = match (failure, lost) {
+        (None, Some(PersistError::TooMany)) => Some(FailureClass::PolicyDenied),
+        (None, Some(PersistError::Storage { .. } | PersistError::Read { .. })) => Some(FailureClass::StorageFailed),
+        (failure, _) => failure,
+    };
+    let parts: Vec<String> =
+        message.into_iter().chain(lost.map(ToString::to_string)).chain(notes).collect();
+    Outcome {
+        failure,
+        code,
+        message: (!parts.is_empty()).then(|| parts.join("; ")),
+        usage,
+        result: kept.result,
+        stdout: kept.stdout,
+        stderr: kept.stderr,
+        outputs: kept.outputs,
+    }
+}
+
+fn verdict(exit: &Exit, prepared: &Prepared) -> (Option<FailureClass>, Option<i32>, Option<String>) {
+    let code = exit.code.or(exit.signal);
+    if exit.oom {
+        let limit = prepared.limits.memory_bytes.map_or_else(
+            || "for want of memory on the host".to_owned(),
+            |bytes| format!("at its memory limit of {} MiB; raise task.resources.memory", bytes >> 20),
+        );
+        return (Some(FailureClass::Oom), code, Some(format!("the kernel ended it {limit}")));
+    }
+    match (exit.code, exit.signal) {
+        (Some(0), _) => (None, code, None),
+        (Some(number), _) => (Some(FailureClass::ExitCode), code, Some(format!("exit code {number}"))),
+        (None, Some(signal)) => {
+            (Some(FailureClass::Signal), code, Some(format!("ended by signal {signal} ({})", signal_name(signal))))
+        }
+        (None, None) => (Some(FailureClass::GuestLost), None, Some("it ended without a status".to_owned())),
+    }
+}
+
+fn program(prepared: &Prepared) -> &str {
+    prepared.task.command.first().map_or("", String::as_str)
+}
+
+fn signal_name(signal: i32) -> String {
+    let number = u8::try_from(signal).unwrap_or(0);
+    volley_jobspecs::spec::Signal(number).to_string()
+}

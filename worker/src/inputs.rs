@@ -1,0 +1,201 @@
+//! Inputs of tasks: fetched once per worker, checked, kept within a budget of bytes, copied or linked to where a task wants them.
+//!
+//! Owns the cache and its files. Does not own transfers (`io`).
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::io;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use tokio::sync::OnceCell;
+use volley_jobspecs::failure::FailureClass;
+use volley_jobspecs::ids::{JobId, TenantId};
+use volley_jobspecs::keys;
+use volley_jobspecs::resolve::{InputSource, ResolvedInput};
+
+use crate::dirs::Dirs;
+use crate::io::http;
+use crate::ports::{ObjectError, ObjectName, Objects};
+
+/// Why an input is not there.
+#[derive(Debug, thiserror::Error)]
+pub enum InputError {
+    /// It can't be fetched.
+    #[error("input {path}: {source}")]
+    Fetch {
+        /// Where it was to go.
+        path: String,
+        /// Why.
+        source: ObjectError,
+    },
+    /// It can't be put in place.
+    #[error("input {path}: {source}; check the disk of the worker's directory")]
+    Place {
+        /// Where it was to go.
+        path: String,
+        /// What the system said.
+        source: io::Error,
+    },
+}
+
+impl InputError {
+    /// What it means for the task.
+    #[must_use]
+    pub fn class(&self) -> FailureClass {
+        match self {
+            Self::Fetch { source: ObjectError::Missing(_) | ObjectError::Mismatch(_), .. } => FailureClass::InputMissing,
+            Self::Fetch { source: ObjectError::Failed(_), .. } | Self::Place { .. } => FailureClass::StorageFailed,
+        }
+    }
+}
+
+/// A fetched file; it is deleted when nobody holds it any more.
+#[derive(Debug)]
+struct Cached {
+    path: PathBuf,
+    bytes: u64,
+}
+
+impl Drop for Cached {
+    fn drop(&mut self) {
+        let _ = fs::remove_file(&self.path);
+    }
+}
+
+#[derive(Debug, Default)]
+struct State {
+    clock: u64,
+    files: BTreeMap<String, (u64, Arc<OnceCell<Arc<Cached>>>)>,
+}
+
+/// The inputs a worker keeps.
+#[derive(Debug, Clone)]
+pub struct Inputs<O> {
+    objects: O,
+    dir: PathBuf,
+    bytes_max: u64,
+    state: Arc<Mutex<State>>,
+}
+
+impl<O: Objects> Inputs<O> {
+    /// An empty cache in `dir`, which is emptied.
+    ///
+    /// # Errors
+    /// What the system says.
+    pub fn new(objects: O, dir: PathBuf, bytes_max: u64) -> io::Result<Self> {
+        crate::dirs::remove_all(&dir)?;
+        fs::create_dir_all(&dir)?;
+        Ok(Self { objects, dir, bytes_max, state: Arc::default() })
+    }
+
+    /// Puts an input where its task wants it, read-only.
+    ///
+    /// # Errors
+    /// [`InputError`].
+    pub async fn place(
+        &self,
+        (job, tenant): (JobId, &TenantId),
+        input: &ResolvedInput,
+        dirs: &Dirs,
+    ) -> Result<(), InputError> {
+        let cached = self
+            .fetch(job, tenant, input)
+            .await
+            .map_err(|source| InputError::Fetch { path: input.path.clone(), source })?;
+        let (dirs, wanted, executable) = (dirs.clone(), input.path.clone(), input.executable);
+        let placed = tokio::task::spawn_blocking(move || put_in_place(&cached, &dirs, &wanted, executable)).await;
+        placed
+            .unwrap_or_else(|e| Err(io::Error::other(e)))
+            .map_err(|source| InputError::Place { path: input.path.clone(), source })
+    }
+
+    async fn fetch(&self, job: JobId, tenant: &TenantId, input: &ResolvedInput) -> Result<Arc<Cached>, ObjectError> {
+        // A tenant must itself be able to read what it is given; without a checksum, only tasks of one job share a copy, so that a
+        // job sees one version of it.
+        let key = match &input.sha256 {
+            Some(sha256) => format!("{tenant}/{sha256}/{}", source_text(&input.from)),
+            None => format!("{tenant}/{job}/{}", source_text(&input.from)),
+        };
+        let (cell, place) = {
+            // Nothing that can panic happens under the lock, and a half-done change of a cache is harmless.
+            let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+            state.clock += 1;
+            let clock = state.clock;
+            let (used, cell) = state.files.entry(key.clone()).or_default();
+            *used = clock;
+            (Arc::clone(cell), self.dir.join(format!("{clock}")))
+        };
+        let cached = cell
+            .get_or_try_init(|| async {
+                let moved = self.transfer(tenant, input, &place).await?;
+                fs::set_permissions(&place, fs::Permissions::from_mode(0o444))
+                    .map_err(|e| ObjectError::Failed(format!("{}: {e}", place.display())))?;
+                Ok(Arc::new(Cached { path: place.clone(), bytes: moved }))
+            })
+            .await
+            .cloned();
+        self.make_room(&key);
+        cached
+    }
+
+    async fn transfer(&self, tenant: &TenantId, input: &ResolvedInput, place: &Path) -> Result<u64, ObjectError> {
+        let sha256 = input.sha256.as_deref();
+        let object = match &input.from {
+            InputSource::Http(url) => return http::download(url, place, sha256).await.map(|moved| moved.bytes),
+            InputSource::S3 { bucket, key } => ObjectName { bucket: Some(bucket.clone()), key: key.clone() },
+            InputSource::Upload(id) => ObjectName { bucket: None, key: keys::upload(tenant, id) },
+        };
+        self.objects.download(&object, place, sha256).await.map(|moved| moved.bytes)
+    }
+
+    /// Lets go of what was used longest ago until the rest fits; what tasks hold right now stays on disk until they let go.
+    fn make_room(&self, just_used: &str) {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        loop {
+            let size = |cell: &Arc<OnceCell<Arc<Cached>>>| cell.get().map_or(0, |cached| cached.bytes);
+            let total: u64 = state.files.values().map(|(_, cell)| size(cell)).sum();
+            if total <= self.bytes_max {
+                return;
+            }
+            let oldest = state
+                .files
+                .iter()
+                .filter(|(key, (_, cell))| key.as_str() != just_used && cell.get().is_some())
+                .min_by_key(|(_, (used, _))| *used)
+                .map(|(key, _)| key.clone());
+            match oldest {
+                Some(key) => state.files.remove(&key),
+                None => return,
+            };
+        }
+    }
+}
+
+fn source_text(source: &InputSource) -> String {
+    match source {
+        InputSource::S3 { bucket, key } => format!("s3://{bucket}/{key}"),
+        InputSource::Http(url) => url.clone(),
+        InputSource::Upload(id) => format!("upload:{id}"),
+    }
+}
+
+fn put_in_place(cached: &Cached, dirs: &Dirs, wanted: &str, executable: bool) -> io::Result<()> {
+    let target = dirs.work().join(wanted);
+    let parent = target.parent().unwrap_or(&target);
+    dirs.make_dir(parent)?;
+    // A task that runs as another user can't change what it is linked to; one that runs as ours could, so it gets a copy.
+    if dirs.owner().is_some() && !executable && fs::hard_link(&cached.path, &target).is_ok() {
+        return Ok(());
+    }
+    let part = parent.join(format!(".volley-input-{}", std::process::id()));
+    let copied = fs::copy(&cached.path, &part).and_then(|_| {
+        fs::set_permissions(&part, fs::Permissions::from_mode(if executable { 0o555 } else { 0o444 }))?;
+        fs::rename(&part, &target)
+    });
+    if copied.is_err() {
+        let _ = fs::remove_file(&part);
+    }
+    copied
+}

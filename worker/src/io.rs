@@ -1,0 +1,7 @@
+//! The adapters: NATS, S3, HTTP.
+//!
+//! Owns nothing but translation; what is asked and what follows is decided elsewhere.
+
+pub mod http;
+pub mod nats;
+pub mod objects;

@@ -1,0 +1,298 @@
+//! Stage *persist*: what a command left, into the bucket under the attempt's own prefix.
+//!
+//! Owns finding outputs, the small result, the order (files, logs, then the list of files) and what is said of each. A task that left
+//! nothing costs no request. Does not own retries (`io/objects`).
+
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Read};
+use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+
+use bytes::Bytes;
+use futures::{StreamExt, TryStreamExt};
+use serde::Serialize;
+use volley_jobspecs::ids::AttemptName;
+use volley_jobspecs::keys;
+use volley_jobspecs::wire::report::{Outputs, RESULT_BYTES_MAX, Stream};
+
+use crate::capture::Capture;
+use crate::dirs::Dirs;
+use crate::ports::{ObjectError, Objects};
+
+/// Most output files of one attempt: their list is read whole.
+const FILES_MAX: usize = 100_000;
+/// Deepest directory below the output directory.
+const DEPTH_MAX: usize = 64;
+/// Longest path of an output, in bytes: with the attempt's prefix it must fit the 1,024 of an S3 key.
+const PATH_BYTES_MAX: usize = 880;
+/// Files uploaded at once for one attempt.
+const UPLOADS_AT_ONCE: usize = 4;
+/// Skipped entries named in the message; the others are counted.
+const SKIPPED_NAMED: usize = 5;
+/// The file whose content rides in the report.
+const RESULT_FILE: &str = "result.json";
+
+/// Why something is not kept.
+#[derive(Debug, thiserror::Error)]
+pub enum PersistError {
+    /// The bucket doesn't take it.
+    #[error("keeping {what}: {source}")]
+    Storage {
+        /// What.
+        what: String,
+        /// Why.
+        source: ObjectError,
+    },
+    /// The output directory can't be read.
+    #[error("reading outputs at {}: {source}", .path.display())]
+    Read {
+        /// Where.
+        path: PathBuf,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// There are too many.
+    #[error("more than {FILES_MAX} output files; pack them into an archive")]
+    TooMany,
+}
+
+/// What is kept of an attempt.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Kept {
+    /// The small result.
+    pub result: Option<Vec<u8>>,
+    /// Stdout.
+    pub stdout: Option<Stream>,
+    /// Stderr.
+    pub stderr: Option<Stream>,
+    /// Output files.
+    pub outputs: Option<Outputs>,
+    /// What was not kept, and why; for people.
+    pub notes: Vec<String>,
+}
+
+/// What a command left, found but not yet kept.
+#[derive(Debug, Default)]
+pub struct Left {
+    kept: Kept,
+    files: Vec<(String, PathBuf)>,
+    logs: Vec<(&'static str, Vec<u8>)>,
+}
+
+impl Left {
+    /// Does keeping it take any request?
+    #[must_use]
+    pub fn wants_storage(&self) -> bool {
+        !self.files.is_empty() || !self.logs.is_empty()
+    }
+
+    /// Everything that rides inline, for when the rest can't be kept.
+    #[must_use]
+    pub fn inline_only(mut self) -> Kept {
+        for stream in [&mut self.kept.stdout, &mut self.kept.stderr].into_iter().flatten() {
+            // Only the tail is left of it.
+            stream.truncated |= stream.stored;
+            stream.stored = false;
+        }
+        self.kept
+    }
+
+    /// A copy of what rides inline.
+    #[must_use]
+    pub fn inline(&self) -> Self {
+        Self { kept: self.kept.clone(), files: Vec::new(), logs: Vec::new() }
+    }
+}
+
+#[derive(Serialize)]
+struct Entry {
+    path: String,
+    bytes: u64,
+    sha256: String,
+}
+
+/// Finds what a command left. Everything it started must be dead, so that nothing changes under our hands.
+///
+/// # Errors
+/// [`PersistError`].
+pub fn find(dirs: &Dirs, declared: &[String], stdout: &Capture, stderr: &Capture) -> Result<Left, PersistError> {
+    let mut left = Left::default();
+    let mut skipped = Vec::new();
+    walk(&dirs.out(), "", &mut left.files, &mut skipped)?;
+    for path in declared {
+        find_declared(&dirs.work(), path, &mut left.files, &mut skipped)?;
+    }
+    // Of two with one name, the one in the output directory counts: it came first.
+    let mut seen = std::collections::BTreeSet::new();
+    left.files.retain(|(path, _)| seen.insert(path.clone()));
+    take_result(&mut left);
+    if !skipped.is_empty() {
+        let more = skipped.len().saturating_sub(SKIPPED_NAMED);
+        let named = skipped.iter().take(SKIPPED_NAMED).cloned().collect::<Vec<_>>().join(", ");
+        let more = if more > 0 { format!(" and {more} more") } else { String::new() };
+        left.kept.notes.push(format!("not kept, as they are no plain files: {named}{more}"));
+    }
+    for (name, capture) in [("stdout", stdout), ("stderr", stderr)] {
+        if capture.wants_object() {
+            left.logs.push((name, capture.kept()));
+        }
+    }
+    left.kept.stdout = stdout.stream(stdout.wants_object());
+    left.kept.stderr = stderr.stream(stderr.wants_object());
+    Ok(left)
+}
+
+/// Keeps what a command left.
+///
+/// # Errors
+/// [`PersistError`]: something is not kept, so the attempt can't be a success.
+pub async fn persist<O: Objects>(objects: &O, name: &AttemptName, left: Left) -> Result<Kept, PersistError> {
+    let Left { mut kept, files, logs } = left;
+    let storage = |what: &str| {
+        let what = what.to_owned();
+        move |source| PersistError::Storage { what, source }
+    };
+    for (stream, bytes) in logs {
+        objects.put(&keys::attempt_log(name, stream), Bytes::from(bytes)).await.map_err(storage(stream))?;
+    }
+    if files.is_empty() {
+        return Ok(kept);
+    }
+    let uploads = files.into_iter().map(|(path, place)| async move {
+        let file = open_plain(&place).map_err(|source| PersistError::Read { path: place, source })?;
+        let moved = objects.upload(&keys::attempt_output(name, &path), file).await.map_err(storage(&path))?;
+        Ok(Entry { path, bytes: moved.bytes, sha256: moved.sha256 })
+    });
+    let mut list: Vec<Entry> = futures::stream::iter(uploads).buffer_unordered(UPLOADS_AT_ONCE).try_collect().await?;
+    list.sort_by(|a, b| a.path.cmp(&b.path));
+    let json = serde_json::to_vec(&list).map_err(|e| PersistError::Storage {
+        what: "the list of outputs".into(),
+        source: ObjectError::Failed(e.to_string()),
+    })?;
+    // Last: whoever finds the list finds everything in it.
+    objects.put(&keys::attempt_manifest(name), Bytes::from(json)).await.map_err(storage("the list of outputs"))?;
+    kept.outputs = Some(Outputs {
+        files: u32::try_from(list.len()).unwrap_or(u32::MAX),
+        bytes: list.iter().map(|entry| entry.bytes).sum(),
+    });
+    Ok(kept)
+}
+
+fn take_result(left: &mut Left) {
+    let Some(at) = left.files.iter().position(|(path, _)| path == RESULT_FILE) else { return };
+    let Some((_, place)) = left.files.get(at) else { return };
+    let mut bytes = Vec::new();
+    let read = open_plain(place).and_then(|file| file.take(RESULT_BYTES_MAX as u64 + 1).read_to_end(&mut bytes));
+    let why = match read {
+        Err(e) => format!("can't be read: {e}"),
+        Ok(_) if bytes.len() > RESULT_BYTES_MAX => format!("has more than {RESULT_BYTES_MAX} bytes"),
+        Ok(_) => match serde_json::from_slice::<serde::de::IgnoredAny>(&bytes) {
+            Ok(_) => {
+                left.kept.result = Some(bytes);
+                left.files.remove(at);
+                return;
+            }
+            Err(e) => format!("is no JSON: {e}"),
+        },
+    };
+    left.kept.notes.push(format!("{RESULT_FILE} {why}; it is kept as an output file and is not the task's result"));
+}
+
+/// Opens a file that must be a plain one, whatever its name points to meanwhile.
+fn open_plain(path: &Path) -> io::Result<File> {
+    let file = OpenOptions::new().read(true).custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK).open(path)?;
+    if file.metadata()?.is_file() { Ok(file) } else { Err(io::Error::other("no plain file")) }
+}
+
+fn find_declared(
+    work: &Path,
+    declared: &str,
+    files: &mut Vec<(String, PathBuf)>,
+    skipped: &mut Vec<String>,
+) -> Result<(), PersistError> {
+    // No part of the way may be a link: it would lead out of the task's directory.
+    let mut place = work.to_owned();
+    for part in Path::new(declared).components() {
+        place.push(part);
+        match fs::symlink_metadata(&place) {
+            Ok(meta) if meta.is_symlink() => {
+                skipped.push(format!("{declared} (symbolic link)"));
+                return Ok(());
+            }
+            Ok(_) => {}
+            // One that isn't there is left out.
+            Err(e) if matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => return Ok(()),
+            Err(source) => return Err(PersistError::Read { path: place, source }),
+        }
+    }
+    let name = declared.trim_end_matches('/');
+    if place.is_dir() {
+        return walk(&place, &format!("{name}/"), files, skipped);
+    }
+    add(name.to_owned(), place, files, skipped)
+}
+
+fn add(
+    name: String,
+    place: PathBuf,
+    files: &mut Vec<(String, PathBuf)>,
+    skipped: &mut Vec<String>,
+) -> Result<(), PersistError> {
+    let kind = fs::symlink_metadata(&place).map_err(|source| PersistError::Read { path: place.clone(), source })?;
+    let kind = kind.file_type();
+    let why = if kind.is_file() {
+        if name.len() > PATH_BYTES_MAX { "path too long" } else { "" }
+    } else if kind.is_symlink() {
+        "symbolic link"
+    } else if kind.is_socket() {
+        "socket"
+    } else if kind.is_fifo() {
+        "pipe"
+    } else {
+        "device"
+    };
+    if !why.is_empty() {
+        skipped.push(format!("{name} ({why})"));
+        return Ok(());
+    }
+    if files.len() >= FILES_MAX {
+        return Err(PersistError::TooMany);
+    }
+    files.push((name, place));
+    Ok(())
+}
+
+/// Lists the plain files below a directory, in order of their names.
+fn walk(
+    root: &Path,
+    prefix: &str,
+    files: &mut Vec<(String, PathBuf)>,
+    skipped: &mut Vec<String>,
+) -> Result<(), PersistError> {
+    let mut stack = vec![(root.to_owned(), prefix.to_owned(), 0)];
+    while let Some((dir, prefix, depth)) = stack.pop() {
+        let failed = |source| PersistError::Read { path: dir.clone(), source };
+        let mut entries = match fs::read_dir(&dir) {
+            Ok(entries) => entries.collect::<io::Result<Vec<_>>>().map_err(failed)?,
+            // The task removed its own output directory.
+            Err(e) if e.kind() == io::ErrorKind::NotFound => continue,
+            Err(source) => return Err(failed(source)),
+        };
+        entries.sort_by_key(fs::DirEntry::file_name);
+        for entry in entries {
+            let Some(name) = entry.file_name().to_str().map(str::to_owned) else {
+                skipped.push(format!("{prefix}{} (name is not UTF-8)", entry.file_name().to_string_lossy()));
+                continue;
+            };
+            let is_dir = entry.file_type().map_err(failed)?.is_dir();
+            if is_dir && depth >= DEPTH_MAX {
+                skipped.push(format!("{prefix}{name} (too deep)"));
+            } else if is_dir {
+                stack.push((entry.path(), format!("{prefix}{name}/"), depth + 1));
+            } else {
+                add(format!("{prefix}{name}"), entry.path(), files, skipped)?;
+            }
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,147 @@
+//! Stage *prepare*: from an attempt's name to everything its command needs.
+//!
+//! Owns finding the item, putting its values in, the directories, the inputs and the environment. Does not own running anything.
+
+use std::collections::BTreeMap;
+use std::io;
+
+use minicbor::bytes::ByteVec;
+use volley_jobspecs::failure::FailureClass;
+use volley_jobspecs::ids::AttemptName;
+use volley_jobspecs::resolve::{ResolveError, ResolvedTask};
+use volley_jobspecs::template::Values;
+
+use crate::cgroup::Limits;
+use crate::dirs::Dirs;
+use crate::inputs::{InputError, Inputs};
+use crate::job::{ItemError, Job, Pages};
+use crate::ports::Objects;
+use crate::spawner::proto::Spawn;
+
+/// PATH of a task that doesn't set its own.
+const PATH_DEFAULT: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
+/// LANG of a task that doesn't set its own: the one locale every Linux has, with UTF-8.
+const LANG_DEFAULT: &str = "C.UTF-8";
+
+/// Why an attempt can't begin.
+#[derive(Debug, thiserror::Error)]
+pub enum PrepareError {
+    /// Its item can't be found.
+    #[error(transparent)]
+    Item(#[from] ItemError),
+    /// Its values don't fit the spec.
+    #[error(transparent)]
+    Resolve(#[from] ResolveError),
+    /// An input is not there.
+    #[error(transparent)]
+    Input(#[from] InputError),
+    /// Its directories can't be made.
+    #[error("work directory: {0}; check the disk and permissions of the worker's directory")]
+    Dirs(#[source] io::Error),
+    /// The job has nothing to run.
+    #[error("job has no command")]
+    NoCommand,
+}
+
+impl PrepareError {
+    /// What it means for the task.
+    #[must_use]
+    pub fn class(&self) -> FailureClass {
+        match self {
+            // Another try would meet the same item and the same spec.
+            Self::Item(ItemError::NoItem(_)) | Self::Resolve(_) | Self::NoCommand => FailureClass::InputMissing,
+            Self::Item(ItemError::Storage { .. } | ItemError::Damaged { .. }) => FailureClass::StorageFailed,
+            Self::Input(input) => input.class(),
+            Self::Dirs(_) => FailureClass::StorageFailed,
+        }
+    }
+}
+
+/// Everything a command needs.
+#[derive(Debug, Clone)]
+pub struct Prepared {
+    /// The task with its values.
+    pub task: ResolvedTask,
+    /// The command as it is started.
+    pub spawn: Spawn,
+    /// What it may use.
+    pub limits: Limits,
+    /// Milliseconds between TERM and KILL.
+    pub grace_ms: u64,
+}
+
+/// Prepares an attempt in a slot's directories.
+///
+/// # Errors
+/// [`PrepareError`].
+pub async fn prepare<O: Objects>(
+    job: &Job,
+    name: &AttemptName,
+    dirs: &Dirs,
+    inputs: &Inputs<O>,
+    pages: &Pages<O>,
+) -> Result<Prepared, PrepareError> {
+    let template = job.template.as_ref().ok_or(PrepareError::NoCommand)?;
+    let item = job.item(pages, name.index).await?;
+    let job_text = job.id.to_string();
+    let values = Values { item: &item, index: name.index, job: &job_text, attempt: name.number };
+    let task = template.resolve(&values)?;
+    dirs.make().map_err(PrepareError::Dirs)?;
+    for input in &task.inputs {
+        inputs.place((job.id, &job.tenant), input, dirs).await?;
+    }
+    let cwd = match &task.workdir {
+        Some(workdir) => {
+            let cwd = dirs.work().join(workdir);
+            // Only below the task's own directory; an absolute one is the host's, and must be there.
+            if cwd.starts_with(dirs.work()) {
+                dirs.make_dir(&cwd).map_err(PrepareError::Dirs)?;
+            }
+            cwd
+        }
+        None => dirs.work(),
+    };
+    let env = environment(job, name, dirs, &task, &item.to_string());
+    let path = env.get("PATH").map_or(PATH_DEFAULT, String::as_str).split(':');
+    let path = path.map(|folder| bytes(if folder.is_empty() { "." } else { folder })).collect();
+    let spawn = Spawn {
+        argv: task.command.iter().map(|word| bytes(word)).collect(),
+        env: env.iter().map(|(name, value)| bytes(&format!("{name}={value}"))).collect(),
+        path,
+        cwd: bytes(&cwd.to_string_lossy()),
+        uid: dirs.owner().map(|(uid, _)| uid),
+        gid: dirs.owner().map(|(_, gid)| gid),
+    };
+    let limits = Limits {
+        memory_bytes: task.resources.memory.map(|memory| memory.0),
+        cpu_milli: task.resources.cpus.map(|cpus| cpus.0),
+        pids: task.resources.pids,
+    };
+    let grace_ms = task.timeouts.grace.0;
+    Ok(Prepared { task, spawn, limits, grace_ms })
+}
+
+fn bytes(text: &str) -> ByteVec {
+    ByteVec::from(text.as_bytes().to_vec())
+}
+
+/// All a task sees: nothing of the worker's own environment.
+fn environment(job: &Job, name: &AttemptName, dirs: &Dirs, task: &ResolvedTask, item: &str) -> BTreeMap<String, String> {
+    let path = |path: std::path::PathBuf| path.to_string_lossy().into_owned();
+    let mut env = BTreeMap::from([
+        ("PATH".to_owned(), PATH_DEFAULT.to_owned()),
+        ("HOME".to_owned(), path(dirs.work())),
+        ("TMPDIR".to_owned(), path(dirs.tmp())),
+        ("LANG".to_owned(), LANG_DEFAULT.to_owned()),
+    ]);
+    env.extend(task.env.iter().map(|(name, value)| (name.clone(), value.clone())));
+    env.extend([
+        ("VOLLEY_JOB".to_owned(), job.id.to_string()),
+        ("VOLLEY_TASK_INDEX".to_owned(), name.index.to_string()),
+        ("VOLLEY_TASK_COUNT".to_owned(), job.plan.tasks.to_string()),
+        ("VOLLEY_ATTEMPT".to_owned(), name.number.to_string()),
+        ("VOLLEY_ITEM".to_owned(), item.to_owned()),
+        ("VOLLEY_OUTPUT_DIR".to_owned(), path(dirs.out())),
+    ]);
+    env
+}

@@ -1,0 +1,54 @@
+//! What runs a task: one machine per slot, the same semantics in every isolation tier.
+//!
+//! Owns the trait and the words of its answers. Does not own any tier: `runtime/process` (own session, cgroup and directories on the
+//! host), `runtime/null` (nothing runs).
+
+pub mod null;
+pub mod process;
+
+use std::future::Future;
+
+use tokio::net::unix::pipe;
+
+use crate::attempt::Force;
+use crate::execute::ExecuteError;
+use crate::prepare::Prepared;
+use crate::restore::RestoreError;
+
+/// How a command ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Exit {
+    /// Its exit code, unless a signal ended it.
+    pub code: Option<i32>,
+    /// The signal that ended it.
+    pub signal: Option<i32>,
+    /// Did the kernel kill something of it at its memory limit?
+    pub oom: bool,
+    /// CPU time in microseconds.
+    pub cpu_us: u64,
+    /// Most memory resident at once, in bytes.
+    pub memory_bytes_max: u64,
+    /// Processes it left running, which were killed.
+    pub strays: u32,
+}
+
+/// What a command writes, as it writes it.
+#[derive(Debug)]
+pub struct Streams {
+    /// Its stdout.
+    pub stdout: pipe::Receiver,
+    /// Its stderr.
+    pub stderr: pipe::Receiver,
+}
+
+/// A place where one command at a time runs.
+pub trait Machine: Send + Sync {
+    /// Makes it ready for an attempt, fresh as if nothing had ever run in it.
+    fn restore(&mut self, prepared: &Prepared) -> impl Future<Output = Result<(), RestoreError>> + Send;
+    /// Starts the command.
+    fn start(&mut self, prepared: &Prepared) -> impl Future<Output = Result<Streams, ExecuteError>> + Send;
+    /// Waits until the command and everything it started is gone. Cancel-safe.
+    fn wait(&self) -> impl Future<Output = Result<Exit, ExecuteError>> + Send;
+    /// Stops it. Never waits for the end, and never depends on the command's cooperation.
+    fn stop(&self, force: Force) -> impl Future<Output = ()> + Send;
+}

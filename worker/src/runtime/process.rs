@@ -1,0 +1,149 @@
+//! The process tier: own session, process group, cgroup and directories on the worker's host, for code you trust.
+//!
+//! Owns a slot's shim and cgroup. Does not own how processes are started and killed (`spawner`) or how limits are written (`cgroup`).
+
+use std::os::fd::AsFd;
+use std::sync::Arc;
+
+use tokio::net::unix::pipe;
+
+use super::{Exit, Machine, Streams};
+use crate::attempt::Force;
+use crate::cgroup::{Cgroups, SlotCgroup};
+use crate::execute::ExecuteError;
+use crate::prepare::Prepared;
+use crate::restore::RestoreError;
+use crate::spawner::proto::Reply;
+use crate::spawner::{self, Shim, Spawner, SpawnerError};
+
+/// A slot of the process tier.
+#[derive(Debug)]
+pub struct ProcessMachine {
+    slot: u32,
+    spawner: Spawner,
+    cgroups: Option<Arc<Cgroups>>,
+    generation: u32,
+    cgroup: Option<SlotCgroup>,
+    shim: Option<Shim>,
+    oom_before: u64,
+}
+
+impl ProcessMachine {
+    /// A slot in which nothing ran yet. Its shim and cgroup come with the first attempt.
+    #[must_use]
+    pub fn new(slot: u32, spawner: Spawner, cgroups: Option<Arc<Cgroups>>) -> Self {
+        Self { slot, spawner, cgroups, generation: 0, cgroup: None, shim: None, oom_before: 0 }
+    }
+
+    async fn make_shim(&mut self) -> Result<(), RestoreError> {
+        if let (None, Some(cgroups)) = (&self.cgroup, &self.cgroups) {
+            let name = match self.generation {
+                0 => format!("slot-{}", self.slot),
+                n => format!("slot-{}-{n}", self.slot),
+            };
+            self.cgroup = Some(cgroups.slot(&name)?);
+        }
+        let join = self.cgroup.as_ref().map(SlotCgroup::join_files).unwrap_or_default();
+        let oom_file = self.cgroup.as_ref().and_then(SlotCgroup::oom_file);
+        self.shim = Some(self.spawner.shim(join, oom_file).await?);
+        Ok(())
+    }
+
+    /// Gives up shim and cgroup; the next attempt gets new ones.
+    fn discard(&mut self) {
+        self.shim = None;
+        self.generation += 1;
+        if let Some(cgroup) = self.cgroup.take() {
+            // Waits for processes to die, which may take long when they hang in the kernel.
+            tokio::task::spawn_blocking(move || cgroup.remove());
+        }
+    }
+}
+
+impl Machine for ProcessMachine {
+    async fn restore(&mut self, prepared: &Prepared) -> Result<(), RestoreError> {
+        if self.shim.is_none() {
+            self.make_shim().await?;
+        }
+        match &mut self.cgroup {
+            None if prepared.limits.any() => return Err(RestoreError::NoLimits),
+            None => return Ok(()),
+            Some(cgroup) => match cgroup.set_limits(prepared.limits) {
+                Ok(()) => {}
+                Err(why) => {
+                    tracing::info!(slot = self.slot, %why, "the slot gets a fresh cgroup");
+                    self.discard();
+                    self.make_shim().await?;
+                    if let Some(cgroup) = &mut self.cgroup {
+                        cgroup.set_limits(prepared.limits)?;
+                    }
+                }
+            },
+        }
+        if let Some(cgroup) = self.cgroup.as_ref().filter(|_| prepared.limits.memory_bytes.is_some()) {
+            self.oom_before = cgroup.oom_kills();
+        }
+        Ok(())
+    }
+
+    async fn start(&mut self, prepared: &Prepared) -> Result<Streams, ExecuteError> {
+        let shim = self.shim.as_ref().ok_or(ExecuteError::Lost)?;
+        let pipe = || -> std::io::Result<_> {
+            let (read, write) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC)?;
+            rustix::io::ioctl_fionbio(&read, true)?;
+            Ok((pipe::Receiver::from_owned_fd(read)?, write))
+        };
+        let ((stdout, stdout_end), (stderr, stderr_end)) =
+            pipe().and_then(|out| Ok((out, pipe()?))).map_err(ExecuteError::Local)?;
+        let stdin = match &prepared.task.stdin {
+            Some(text) => Some(spawner::memory_file("stdin", text.as_bytes()).map_err(ExecuteError::Local)?),
+            None => None,
+        };
+        shim.spawn(prepared.spawn.clone(), stdout_end.as_fd(), stderr_end.as_fd(), stdin.as_ref().map(|f| f.as_fd()))
+            .await
+            .map_err(|e| match e {
+                SpawnerError::ShimGone => ExecuteError::Lost,
+                other => ExecuteError::Spawner(other.to_string()),
+            })?;
+        Ok(Streams { stdout, stderr })
+    }
+
+    async fn wait(&self) -> Result<Exit, ExecuteError> {
+        let shim = self.shim.as_ref().ok_or(ExecuteError::Lost)?;
+        match shim.reply().await {
+            Ok(Reply::Exited(exited)) if exited.stuck => Err(ExecuteError::Stuck),
+            Ok(Reply::Exited(exited)) => Ok(Exit {
+                code: exited.code,
+                signal: exited.signal,
+                oom: exited.oom,
+                cpu_us: exited.cpu_us,
+                memory_bytes_max: exited.memory_bytes_max,
+                strays: exited.strays,
+            }),
+            Ok(Reply::NotStarted { step, errno }) => Err(ExecuteError::NotStarted { step, errno }),
+            Ok(Reply::Ready | Reply::Broken(_)) => Err(ExecuteError::Spawner("it answered out of turn".into())),
+            // The kernel may have taken the shim itself for want of memory: the verdict is the same.
+            Err(SpawnerError::ShimGone) if self.cgroup.as_ref().is_some_and(|c| c.oom_kills() > self.oom_before) => {
+                Ok(Exit { signal: Some(libc::SIGKILL), oom: true, ..Exit::default() })
+            }
+            Err(SpawnerError::ShimGone) => Err(ExecuteError::Lost),
+            Err(other) => Err(ExecuteError::Spawner(other.to_string())),
+        }
+    }
+
+    async fn stop(&self, force: Force) {
+        let Some(shim) = &self.shim else { return };
+        // A shim that is gone took everything with it.
+        let _ = match force {
+            Force::Term => shim.term().await,
+            Force::Kill | Force::Abandon => shim.kill().await,
+        };
+    }
+}
+
+impl ProcessMachine {
+    /// After an attempt whose end leaves the slot in doubt: nothing of it is used again.
+    pub fn distrust(&mut self) {
+        self.discard();
+    }
+}

@@ -1,0 +1,173 @@
+//! From a request to a running program: the few system calls between clone and exec.
+//!
+//! Owns what a task inherits: own session, default signals, three descriptors, a directory, a user, death with its shim. Runs in a
+//! child that shares its parent's memory until it execs, so it allocates nothing and calls nothing but the system.
+
+use std::ffi::{CString, c_char, c_int, c_void};
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+
+use super::proto::{Spawn, Step};
+
+/// Stack of the child until it execs, in bytes; its frames are a few hundred.
+const STACK_BYTES: usize = 64 * 1024;
+
+/// Signals that the shim ignores and a task must not.
+const RESET_SIGNALS: [c_int; 5] = [libc::SIGPIPE, libc::SIGTERM, libc::SIGINT, libc::SIGHUP, libc::SIGQUIT];
+
+/// A command that runs.
+pub struct Running {
+    /// Its process id, which is also its session and process group.
+    pub pid: libc::pid_t,
+    /// Becomes readable when it ends.
+    pub pidfd: OwnedFd,
+}
+
+/// Why it doesn't run.
+#[derive(Debug, Clone, Copy)]
+pub struct NotStarted {
+    /// At which step.
+    pub step: Step,
+    /// The system's error number.
+    pub errno: i32,
+}
+
+/// Everything the child needs, made before it exists.
+struct Plan {
+    programs: Vec<CString>,
+    argv: Vec<*const c_char>,
+    env: Vec<*const c_char>,
+    cwd: CString,
+    stdio: [c_int; 3],
+    user: Option<(u32, u32)>,
+    failed: Option<NotStarted>,
+}
+
+/// Memory the child runs on, kept from one command to the next.
+pub struct Stack(Vec<u128>);
+
+impl Stack {
+    /// Takes the memory.
+    pub fn new() -> Self {
+        Self(vec![0; STACK_BYTES / size_of::<u128>()])
+    }
+}
+
+/// Starts a command with these standard streams (stdin, stdout, stderr).
+pub fn start(stack: &mut Stack, spawn: Spawn, stdio: [&OwnedFd; 3]) -> Result<Running, NotStarted> {
+    let invalid = NotStarted { step: Step::Request, errno: libc::EINVAL };
+    let strings = |list: Vec<minicbor::bytes::ByteVec>| {
+        list.into_iter().map(|text| CString::new(Vec::from(text))).collect::<Result<Vec<_>, _>>().map_err(|_| invalid)
+    };
+    let programs = programs(&spawn).ok_or(invalid)?;
+    let (argv, env) = (strings(spawn.argv)?, strings(spawn.env)?);
+    let pointers = |list: &[CString]| {
+        list.iter().map(|text| text.as_ptr()).chain(std::iter::once(std::ptr::null())).collect::<Vec<_>>()
+    };
+    let mut plan = Plan {
+        argv: pointers(&argv),
+        env: pointers(&env),
+        programs,
+        cwd: CString::new(Vec::from(spawn.cwd)).map_err(|_| invalid)?,
+        stdio: stdio.map(AsRawFd::as_raw_fd),
+        user: spawn.uid.zip(spawn.gid),
+        failed: None,
+    };
+    let mut pidfd: c_int = -1;
+    // VFORK: the child borrows our memory and we sleep until it execs, so nothing is copied however large we are.
+    let flags = libc::CLONE_VM | libc::CLONE_VFORK | libc::CLONE_PIDFD | libc::SIGCHLD;
+    // SAFETY: the stack outlives the child's use of it because VFORK suspends us until it execs or exits; `child` follows the
+    // rules of such a child: no allocation, no locks, no return into frames of ours.
+    let pid = unsafe {
+        let top = stack.0.as_mut_ptr().add(stack.0.len()).cast::<c_void>();
+        libc::clone(child, top, flags, (&raw mut plan).cast(), &raw mut pidfd)
+    };
+    if pid < 0 {
+        return Err(NotStarted { step: Step::Clone, errno: last_errno() });
+    }
+    // SAFETY: the kernel made the descriptor for us and nobody else owns it.
+    let pidfd = unsafe { OwnedFd::from_raw_fd(pidfd) };
+    match plan.failed {
+        None => Ok(Running { pid, pidfd }),
+        Some(failed) => {
+            // SAFETY: plain system call; the child has exited, this only takes its status.
+            unsafe { libc::waitpid(pid, std::ptr::null_mut(), 0) };
+            Err(failed)
+        }
+    }
+}
+
+/// The files to try, in order.
+fn programs(spawn: &Spawn) -> Option<Vec<CString>> {
+    let name: &[u8] = spawn.argv.first().filter(|name| !name.is_empty())?;
+    if name.contains(&b'/') {
+        return Some(vec![CString::new(name).ok()?]);
+    }
+    spawn
+        .path
+        .iter()
+        .map(|folder| CString::new([folder.as_slice(), b"/", name].concat()).ok())
+        .collect::<Option<Vec<_>>>()
+        .filter(|programs| !programs.is_empty())
+}
+
+fn last_errno() -> i32 {
+    std::io::Error::last_os_error().raw_os_error().unwrap_or(0)
+}
+
+extern "C" fn child(arg: *mut c_void) -> c_int {
+    // SAFETY: `arg` is the plan on our suspended parent's stack; only we touch it now.
+    let plan = unsafe { &mut *arg.cast::<Plan>() };
+    // SAFETY: system calls on memory that outlives them.
+    let (step, errno) = unsafe { become_the_task(plan) };
+    plan.failed = Some(NotStarted { step, errno });
+    // SAFETY: leaves without running anything of the parent's.
+    unsafe { libc::_exit(127) }
+}
+
+/// Returns only when it fails.
+///
+/// # Safety
+/// Only for a child that shares memory with a suspended parent.
+unsafe fn become_the_task(plan: &Plan) -> (Step, c_int) {
+    // SAFETY: nothing but system calls with valid pointers.
+    unsafe {
+        let errno = || *libc::__errno_location();
+        if libc::setsid() < 0 {
+            return (Step::Session, errno());
+        }
+        for signal in RESET_SIGNALS {
+            libc::signal(signal, libc::SIG_DFL);
+        }
+        for (fd, target) in plan.stdio.iter().zip(0..) {
+            if libc::dup2(*fd, target) < 0 {
+                return (Step::Streams, errno());
+            }
+        }
+        if let Some((uid, gid)) = plan.user {
+            // The raw calls: the library's would try to change every thread of a process that isn't ours.
+            if libc::syscall(libc::SYS_setgroups, 0, std::ptr::null::<u32>()) < 0
+                || libc::syscall(libc::SYS_setresgid, gid, gid, gid) < 0
+                || libc::syscall(libc::SYS_setresuid, uid, uid, uid) < 0
+                || libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) < 0
+            {
+                return (Step::User, errno());
+            }
+        }
+        if libc::chdir(plan.cwd.as_ptr()) < 0 {
+            return (Step::Directory, errno());
+        }
+        // After the change of user, which takes it back.
+        libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL, 0, 0, 0);
+        let mut kept = libc::ENOENT;
+        for program in &plan.programs {
+            libc::execve(program.as_ptr(), plan.argv.as_ptr(), plan.env.as_ptr());
+            match errno() {
+                // As a shell does: go on looking, but remember that one was there and wouldn't run.
+                libc::ENOENT | libc::ENOTDIR => {}
+                libc::EACCES => kept = libc::EACCES,
+                other => return (Step::Exec, other),
+            }
+        }
+        (Step::Exec, kept)
+    }
+}

@@ -1,0 +1,267 @@
+//! The shim of one slot: a tiny process that starts the slot's commands one after another and outlives none of them.
+//!
+//! Owns starting, TERM, KILL of the whole tree, and the exit with its usage. It lives in the slot's cgroup, so that what it starts
+//! is there from its first instruction, and it is the reaper of its descendants, so that what a task leaves behind (also a daemon
+//! that changed its session) becomes its child and is killed. Blocking, one thread, no runtime. Does not own deadlines or policy.
+
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::fs::FileExt;
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags};
+
+use super::child::{self, NotStarted, Running, Stack};
+use super::packet;
+use super::proto::{Exited, PACKET_BYTES_MAX, REQUEST_BYTES_MAX, Reply, Request, Spawn, Step};
+use super::tree;
+
+/// How long killing is tried before a process counts as stuck (in the kernel, usually on a dead disk).
+const KILL_TIME: Duration = Duration::from_secs(5);
+/// How often orphans that ended while their task still runs are reaped, so that they don't fill its process limit, in seconds.
+const REAP_EVERY_S: i64 = 1;
+/// Longest pause between two rounds of killing: strays are few and die within a millisecond or two.
+const KILL_PAUSE_MAX: Duration = Duration::from_millis(20);
+
+/// A shim.
+pub struct Shim {
+    socket: OwnedFd,
+    null: OwnedFd,
+    procs: Option<String>,
+    oom_file: Option<File>,
+    stack: Stack,
+}
+
+impl Shim {
+    /// A shim that speaks on `socket`; `join` are the files it enters, the first of which also lists who else is in its cgroup.
+    pub fn new(socket: OwnedFd, join: &[String], oom_file: Option<&str>) -> io::Result<Self> {
+        for file in join {
+            std::fs::write(file, "0").map_err(|e| io::Error::new(e.kind(), format!("writing {file}: {e}")))?;
+        }
+        rustix::process::set_child_subreaper(Some(rustix::process::getpid()))?;
+        Ok(Self {
+            socket,
+            null: OwnedFd::from(File::open("/dev/null")?),
+            procs: join.first().cloned(),
+            oom_file: oom_file.map(File::open).transpose()?,
+            stack: Stack::new(),
+        })
+    }
+
+    /// Serves until the worker is gone. Everything that still runs is killed then.
+    pub fn serve(mut self) {
+        let mut buffer = vec![0; PACKET_BYTES_MAX + 1024];
+        if !self.say(&Reply::Ready) {
+            return;
+        }
+        while let Some((request, fds)) = self.hear(&mut buffer) {
+            let spawn = match request {
+                Request::Spawn(spawn) => Ok((spawn, fds)),
+                Request::SpawnFromFile => read_spawn(fds),
+                // Its attempt is over already.
+                Request::Term | Request::Kill => continue,
+            };
+            let oom_before = self.oom_kills();
+            let reply = match spawn.and_then(|(spawn, fds)| self.start(spawn, &fds)) {
+                Ok(running) => match self.watch(&running, &mut buffer) {
+                    Some(exited) => Reply::Exited(self.with_oom(exited, oom_before)),
+                    None => return,
+                },
+                Err(NotStarted { step, errno }) => Reply::NotStarted { step, errno },
+            };
+            if !self.say(&reply) {
+                return;
+            }
+        }
+    }
+
+    fn start(&mut self, spawn: Spawn, fds: &[OwnedFd]) -> Result<Running, NotStarted> {
+        let [stdout, stderr, rest @ ..] = fds else {
+            return Err(NotStarted { step: Step::Streams, errno: libc::EBADF });
+        };
+        let stdin = rest.first().unwrap_or(&self.null);
+        child::start(&mut self.stack, spawn, [stdin, stdout, stderr])
+    }
+
+    /// Waits for the end, and obeys meanwhile. `None`: the worker is gone, and everything was killed.
+    fn watch(&self, running: &Running, buffer: &mut [u8]) -> Option<Exited> {
+        let mut gone = false;
+        let mut orphans = Exited::default();
+        loop {
+            let mut waited = [
+                PollFd::new(&running.pidfd, PollFlags::IN),
+                PollFd::new(&self.socket, PollFlags::IN),
+            ];
+            let every = rustix::event::Timespec { tv_sec: REAP_EVERY_S, tv_nsec: 0 };
+            match rustix::event::poll(&mut waited, Some(&every)) {
+                Ok(0) => {
+                    reap_orphans(running.pid, &mut orphans);
+                    continue;
+                }
+                Ok(_) => {}
+                Err(_) => continue,
+            }
+            let (ended, spoken) = (!waited[0].revents().is_empty(), !waited[1].revents().is_empty());
+            if ended {
+                let exited = self.reap(running, orphans);
+                return (!gone).then_some(exited);
+            }
+            if spoken {
+                match self.hear(buffer) {
+                    Some((Request::Term, _)) => self.signal(running, libc::SIGTERM),
+                    Some((Request::Kill, _)) => self.signal(running, libc::SIGKILL),
+                    // A second command while one runs is a mistake of the worker's; it isn't started.
+                    Some((Request::Spawn(_) | Request::SpawnFromFile, _)) => {}
+                    None => {
+                        gone = true;
+                        self.signal(running, libc::SIGKILL);
+                    }
+                }
+            }
+            if gone {
+                // Its own end comes with ours: we are its parent and it asked to die with us; the rest falls to the zygote.
+                let _ = self.reap_all(&mut Exited::default());
+                return None;
+            }
+        }
+    }
+
+    fn signal(&self, running: &Running, signal: libc::c_int) {
+        // SAFETY: plain system calls. The process was not waited for, so its number is still its own.
+        unsafe {
+            libc::kill(-running.pid, signal);
+        }
+        for pid in tree::others(self.procs.as_deref()) {
+            // Those of its group have it already; TERM twice is harmless, and KILL is KILL.
+            if signal == libc::SIGKILL || tree::group_of(pid) != Some(running.pid) {
+                // SAFETY: as above; a process that ended in between and whose number was given away again is a risk of
+                // microseconds that every tool which signals by number takes.
+                unsafe {
+                    libc::kill(pid, signal);
+                }
+            }
+        }
+    }
+
+    /// `exited` holds what orphans used that were reaped already.
+    fn reap(&self, running: &Running, mut exited: Exited) -> Exited {
+        if let Some((_, status)) = wait(running.pid, libc::WNOHANG, &mut exited) {
+            if libc::WIFSIGNALED(status) {
+                exited.signal = Some(libc::WTERMSIG(status));
+            } else {
+                exited.code = Some(libc::WEXITSTATUS(status));
+            }
+        }
+        exited.stuck = !self.reap_all(&mut exited);
+        exited
+    }
+
+    /// Kills and waits for every descendant. Returns false when some can't be killed.
+    fn reap_all(&self, exited: &mut Exited) -> bool {
+        let begin = Instant::now();
+        let mut pause = Duration::from_micros(200);
+        // Orphans that had ended by themselves are no strays.
+        let mut killing = false;
+        loop {
+            loop {
+                match wait(-1, libc::WNOHANG, exited) {
+                    // No child at all: as orphans become our children, nothing below us is left either.
+                    None => return true,
+                    Some((0, _)) => break,
+                    Some(_) => exited.strays += u32::from(killing),
+                }
+            }
+            if begin.elapsed() > KILL_TIME {
+                return false;
+            }
+            killing = true;
+            for pid in tree::others(self.procs.as_deref()) {
+                // SAFETY: plain system call, on descendants of ours.
+                unsafe {
+                    libc::kill(pid, libc::SIGKILL);
+                }
+            }
+            std::thread::sleep(pause);
+            pause = (pause * 2).min(KILL_PAUSE_MAX);
+        }
+    }
+
+    fn oom_kills(&self) -> u64 {
+        let mut text = [0; 1024];
+        let Some(len) = self.oom_file.as_ref().and_then(|file| file.read_at(&mut text, 0).ok()) else { return 0 };
+        tree::oom_kills(text.get(..len).unwrap_or_default())
+    }
+
+    fn with_oom(&self, mut exited: Exited, before: u64) -> Exited {
+        exited.oom = exited.code != Some(0) && self.oom_kills() > before;
+        exited
+    }
+
+    fn say(&self, reply: &Reply) -> bool {
+        packet::send(self.socket.as_fd(), &volley_jobspecs::wire::encode(reply), &[]).is_ok()
+    }
+
+    /// `None`: the worker is gone.
+    fn hear(&self, buffer: &mut [u8]) -> Option<(Request, Vec<OwnedFd>)> {
+        loop {
+            match packet::receive(self.socket.as_fd(), buffer) {
+                Ok((0, _)) => return None,
+                Ok((len, fds)) => return Some((minicbor::decode(buffer.get(..len)?).ok()?, fds)),
+                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+                Err(_) => return None,
+            }
+        }
+    }
+}
+
+/// Waits for every child that has ended but `but`, whose end is the task's and is taken elsewhere.
+fn reap_orphans(but: libc::pid_t, exited: &mut Exited) {
+    loop {
+        // SAFETY: a zeroed siginfo is a valid one and ours; NOWAIT only looks.
+        let pid = unsafe {
+            let mut info: libc::siginfo_t = std::mem::zeroed();
+            let options = libc::WEXITED | libc::WNOHANG | libc::WNOWAIT;
+            if libc::waitid(libc::P_ALL, 0, &raw mut info, options) < 0 { 0 } else { info.si_pid() }
+        };
+        if pid == 0 || pid == but || wait(pid, libc::WNOHANG, exited).is_none() {
+            return;
+        }
+    }
+}
+
+fn read_spawn(mut fds: Vec<OwnedFd>) -> Result<(Spawn, Vec<OwnedFd>), NotStarted> {
+    let bad = |errno| NotStarted { step: Step::Request, errno };
+    if fds.is_empty() {
+        return Err(bad(libc::EBADF));
+    }
+    let file = File::from(fds.remove(0));
+    let len = file.metadata().map_or(0, |meta| meta.len());
+    let len = usize::try_from(len).ok().filter(|len| *len <= REQUEST_BYTES_MAX).ok_or(bad(libc::E2BIG))?;
+    let mut bytes = vec![0; len];
+    file.read_exact_at(&mut bytes, 0).map_err(|e| bad(e.raw_os_error().unwrap_or(libc::EIO)))?;
+    let spawn = minicbor::decode(&bytes).map_err(|_| bad(libc::EINVAL))?;
+    Ok((spawn, fds))
+}
+
+/// Waits, adding what was used. `None`: no such child. Process 0: there are some, but none has ended.
+fn wait(pid: libc::pid_t, options: libc::c_int, exited: &mut Exited) -> Option<(libc::pid_t, libc::c_int)> {
+    let mut status = 0;
+    // SAFETY: a zeroed rusage is a valid one, and both pointers are ours.
+    let (pid, usage) = unsafe {
+        let mut usage: libc::rusage = std::mem::zeroed();
+        (libc::wait4(pid, &raw mut status, options, &raw mut usage), usage)
+    };
+    if pid < 0 {
+        return None;
+    }
+    if pid > 0 {
+        let micros = |time: libc::timeval| {
+            u64::try_from(time.tv_sec).unwrap_or(0) * 1_000_000 + u64::try_from(time.tv_usec).unwrap_or(0)
+        };
+        exited.cpu_us += micros(usage.ru_utime) + micros(usage.ru_stime);
+        let resident = u64::try_from(usage.ru_maxrss).unwrap_or(0) * 1024;
+        exited.memory_bytes_max = exited.memory_bytes_max.max(resident);
+    }
+    Some((pid, status))
+}

@@ -1,0 +1,220 @@
+use super::proto::{Exited, Step};
+use super::*;
+use minicbor::bytes::ByteVec;
+use std::io::Read;
+use std::time::{Duration, Instant};
+
+fn words(list: &[&str]) -> Vec<ByteVec> {
+    list.iter().map(|word| ByteVec::from(word.as_bytes().to_vec())).collect()
+}
+
+fn command(list: &[&str]) -> Spawn {
+    Spawn {
+        argv: words(list),
+        env: words(&["PATH=/usr/bin:/bin", "A=b"]),
+        path: words(&["/usr/bin", "/bin"]),
+        cwd: ByteVec::from(b"/tmp".to_vec()),
+        uid: None,
+        gid: None,
+    }
+}
+
+async fn run(shim: &Shim, spawn: Spawn, stdin: Option<&OwnedFd>) -> (Reply, String, String) {
+    let pipe = || std::io::pipe().expect("a pipe");
+    let ((mut out, out_w), (mut err, err_w)) = (pipe(), pipe());
+    shim.spawn(spawn, out_w.as_fd(), err_w.as_fd(), stdin.map(|fd| fd.as_fd())).await.expect("sent");
+    drop((out_w, err_w));
+    let reply = shim.reply().await.expect("a reply");
+    let (mut o, mut e) = (String::new(), String::new());
+    out.read_to_string(&mut o).expect("stdout");
+    err.read_to_string(&mut e).expect("stderr");
+    (reply, o, e)
+}
+
+fn exited(reply: Reply) -> Exited {
+    match reply {
+        Reply::Exited(exited) => exited,
+        other => panic!("{other:?}"),
+    }
+}
+
+fn alive(pid: i32) -> bool {
+    match std::fs::read_to_string(format!("/proc/{pid}/stat")) {
+        Ok(stat) => !stat.contains(") Z "),
+        Err(_) => false,
+    }
+}
+
+async fn shim() -> (Spawner, Shim) {
+    let spawner = Spawner::start().expect("a zygote");
+    let shim = spawner.shim(Vec::new(), None).await.expect("a shim");
+    (spawner, shim)
+}
+
+#[tokio::test]
+async fn exit_codes_signals_streams_environment_and_directory_arrive() {
+    let (_spawner, shim) = shim().await;
+    let (reply, out, err) = run(&shim, command(&["sh", "-c", "echo $A $(pwd); echo e >&2; exit 3"]), None).await;
+    assert_eq!((exited(reply).code, out.as_str(), err.as_str()), (Some(3), "b /tmp\n", "e\n"));
+    let (reply, ..) = run(&shim, command(&["sh", "-c", "kill -SEGV $$"]), None).await;
+    assert_eq!(exited(reply).signal, Some(libc::SIGSEGV));
+    let (_, out, _) = run(&shim, command(&["env"]), None).await;
+    assert_eq!(out, "PATH=/usr/bin:/bin\nA=b\n", "nothing of the worker's own environment");
+    let (_, out, _) = run(&shim, command(&["sh", "-c", "ls -l /proc/$$/fd | wc -l"]), None).await;
+    // Four lines: "total", 0, 1, 2; the shell itself may hold one more.
+    assert!(out.trim().parse::<u32>().is_ok_and(|lines| lines <= 5), "{out}");
+    let stdin = memory_file("in", b"hello").expect("a file");
+    let (_, out, _) = run(&shim, command(&["cat"]), Some(&stdin)).await;
+    assert_eq!(out, "hello");
+}
+
+#[tokio::test]
+async fn what_can_not_be_started_says_at_which_step() {
+    let (_spawner, shim) = shim().await;
+    let not_started = |reply| match reply {
+        Reply::NotStarted { step, errno } => (step, errno),
+        other => panic!("{other:?}"),
+    };
+    let (reply, ..) = run(&shim, command(&["no-such-program"]), None).await;
+    assert_eq!(not_started(reply), (Step::Exec, libc::ENOENT));
+    let (reply, ..) = run(&shim, command(&["/etc/passwd"]), None).await;
+    assert_eq!(not_started(reply), (Step::Exec, libc::EACCES));
+    let mut nowhere = command(&["true"]);
+    nowhere.cwd = ByteVec::from(b"/no/such/place".to_vec());
+    let (reply, ..) = run(&shim, nowhere, None).await;
+    assert_eq!(not_started(reply), (Step::Directory, libc::ENOENT));
+    let (reply, ..) = run(&shim, command(&["true"]), None).await;
+    assert_eq!(exited(reply).code, Some(0), "the shim goes on");
+}
+
+#[tokio::test]
+async fn a_large_environment_travels_in_a_file() {
+    let (_spawner, shim) = shim().await;
+    let mut spawn = command(&["sh", "-c", "echo ${#BIG0} ${#BIG9}"]);
+    spawn.env.extend((0..10).map(|n| ByteVec::from(format!("BIG{n}={}", "x".repeat(100_000)).into_bytes())));
+    let (_, out, _) = run(&shim, spawn, None).await;
+    assert_eq!(out, "100000 100000\n");
+}
+
+#[tokio::test]
+async fn daemons_that_left_the_session_are_killed_with_the_task() {
+    let (_spawner, shim) = shim().await;
+    let script = "(setsid sh -c 'sleep 300 & echo $! ; exec sleep 300' & ) ; sleep 0.2; exit 0";
+    let pipe = || std::io::pipe().expect("a pipe");
+    let ((mut out, out_w), (_err, err_w)) = (pipe(), pipe());
+    shim.spawn(command(&["sh", "-c", script]), out_w.as_fd(), err_w.as_fd(), None).await.expect("sent");
+    drop((out_w, err_w));
+    let exited = exited(shim.reply().await.expect("a reply"));
+    assert_eq!((exited.code, exited.strays, exited.stuck), (Some(0), 2, false));
+    let mut text = String::new();
+    out.read_to_string(&mut text).expect("every writer is gone");
+    assert!(!alive(text.trim().parse().expect("a pid")));
+}
+
+#[tokio::test]
+async fn term_reaches_the_whole_tree_and_kill_ends_what_ignores_it() {
+    let (_spawner, shim) = shim().await;
+    let script = "trap '' TERM; setsid sh -c 'trap \"\" TERM; echo; sleep 300' & sleep 300";
+    let pipe = || std::io::pipe().expect("a pipe");
+    let ((mut out, out_w), (_err, err_w)) = (pipe(), pipe());
+    shim.spawn(command(&["sh", "-c", script]), out_w.as_fd(), err_w.as_fd(), None).await.expect("sent");
+    assert_eq!(out.read(&mut [0; 1]).ok(), Some(1), "both ignore TERM now");
+    shim.term().await.expect("sent");
+    let early = tokio::time::timeout(Duration::from_millis(300), shim.reply()).await;
+    assert!(early.is_err(), "{early:?}");
+    let begin = Instant::now();
+    shim.kill().await.expect("sent");
+    let exited = exited(shim.reply().await.expect("a reply"));
+    assert!(exited.signal.is_some() || exited.code.is_some_and(|code| code != 0), "{exited:?}");
+    assert!(begin.elapsed() < Duration::from_secs(3));
+}
+
+#[tokio::test]
+async fn nothing_outlives_the_worker_however_it_dies() {
+    let (spawner, shim) = shim().await;
+    let pipe = || std::io::pipe().expect("a pipe");
+    let ((mut out, out_w), (_err, err_w)) = (pipe(), pipe());
+    let script = "setsid sh -c 'echo $$; exec sleep 300' & echo $$; wait";
+    shim.spawn(command(&["sh", "-c", script]), out_w.as_fd(), err_w.as_fd(), None).await.expect("sent");
+    drop((out_w, err_w));
+    let mut text = vec![0; 64];
+    let mut len = 0;
+    while text[..len].iter().filter(|b| **b == b'\n').count() < 2 {
+        len += out.read(&mut text[len..]).expect("pids");
+    }
+    let pids: Vec<i32> =
+        String::from_utf8_lossy(&text[..len]).lines().map(|line| line.parse().expect("a pid")).collect();
+    let zygote = spawner.pid().cast_signed();
+    // What the kernel does when the worker is killed: its ends of the sockets close.
+    drop((shim, spawner));
+    let begin = Instant::now();
+    while pids.iter().any(|pid| alive(*pid)) || alive(zygote) {
+        assert!(begin.elapsed() < Duration::from_secs(5), "{pids:?} {zygote}");
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    // SAFETY: takes the status of our own child.
+    unsafe { libc::waitpid(zygote, std::ptr::null_mut(), 0) };
+}
+
+/// `cargo test … spawn_rate -- --ignored --nocapture`: how many /bin/true a second, beside plain posix_spawn and wait on two threads.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[ignore = "a measurement, not a check"]
+async fn spawn_rate() {
+    const TASKS: u32 = 4_000;
+    for slots in [1_u32, 2, 4, 16, 64] {
+        let spawner = Spawner::start().expect("a zygote");
+        let mut shims = Vec::new();
+        for _ in 0..slots {
+            shims.push(spawner.shim(Vec::new(), None).await.expect("a shim"));
+        }
+        let begin = Instant::now();
+        let runs = shims.into_iter().map(|shim| {
+            tokio::spawn(async move {
+                for _ in 0..TASKS / slots {
+                    let (reply, ..) = run(&shim, command(&["/bin/true"]), None).await;
+                    assert_eq!(exited(reply).code, Some(0));
+                }
+            })
+        });
+        futures::future::join_all(runs).await;
+        println!("{slots} slots: {:.0} a second", f64::from(TASKS) / begin.elapsed().as_secs_f64());
+    }
+    let begin = Instant::now();
+    let threads: Vec<_> = (0..2)
+        .map(|_| {
+            std::thread::spawn(|| {
+                for _ in 0..TASKS / 2 {
+                    let _ = std::process::Command::new("/bin/true").status();
+                }
+            })
+        })
+        .collect();
+    for thread in threads {
+        let _ = thread.join();
+    }
+    println!("std Command on two threads: {:.0} a second", f64::from(TASKS) / begin.elapsed().as_secs_f64());
+}
+
+#[tokio::test]
+async fn a_killed_zygote_is_replaced_and_a_killed_shim_noticed() {
+    let (spawner, shim) = shim().await;
+    let zygote = spawner.pid().cast_signed();
+    // SAFETY: kills and reaps our own child.
+    unsafe {
+        libc::kill(zygote, libc::SIGKILL);
+        libc::waitpid(zygote, std::ptr::null_mut(), 0);
+    }
+    assert!(matches!(shim.reply().await, Err(SpawnerError::ShimGone)));
+    let shim = spawner.shim(Vec::new(), None).await.expect("another");
+    assert_ne!(spawner.pid().cast_signed(), zygote);
+    let (reply, out, _) = run(&shim, command(&["sh", "-c", "cat /proc/$PPID/environ | tr -d '\\0'"]), None).await;
+    assert_eq!((exited(reply).code, out.as_str()), (Some(0), ""), "a task sees nothing of the worker through its parent");
+}
+
+#[tokio::test]
+async fn orphans_that_ended_are_no_strays() {
+    let (_spawner, shim) = shim().await;
+    let (reply, ..) = run(&shim, command(&["sh", "-c", "(true &) ; (true &) ; sleep 0.1"]), None).await;
+    let exited = exited(reply);
+    assert_eq!((exited.code, exited.strays), (Some(0), 0));
+}

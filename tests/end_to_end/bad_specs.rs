@@ -28,5 +28,5 @@ fn what_is_refused_creates_nothing() {
     assert!(specs >= 30, "{specs} specs");
     let huge = vec![b' '; 9 << 20];
     assert_eq!(cluster.http("POST", "/v1/jobs", &huge).status, 413);
-    assert_eq!(cluster.ask(&["jobs"]), json!([]));
+    assert_eq!(cluster.ask(&["jobs"])["rows"], json!([]));
 }

@@ -24,7 +24,7 @@ fn a_run_exits_as_its_job_ended() {
     let running = cluster.begin(["run", &spec]);
     let found = || cluster.ask(&["jobs", "--state", "running"]).to_string();
     crate::support::process::until("it runs", || found().contains("\"j"));
-    let job = cluster.ask(&["jobs", "--state", "running"])[0]["job"].as_str().unwrap().to_owned();
+    let job = cluster.ask(&["jobs", "--state", "running"])["rows"][0]["job"].as_str().unwrap().to_owned();
     cluster.volley(&["cancel", &job, "--now"]).exits(0);
     running.wait().exits(4);
 }
@@ -36,7 +36,7 @@ fn what_cannot_be_done_has_a_code_of_its_own() {
     let bad = cluster.volley(&["run", &spec]).exits(2);
     assert!(bad.stderr.contains("$.task.isolaton") && bad.stderr.contains("isolation"), "{}", bad.stderr);
     assert!(bad.stderr.contains("$.items.count"), "all problems at once: {}", bad.stderr);
-    assert_eq!(cluster.ask(&["jobs"]), json!([]), "a bad spec creates nothing");
+    assert_eq!(cluster.ask(&["jobs"])["rows"], json!([]), "a bad spec creates nothing");
     cluster.volley(&["job", "j999999"]).exits(66);
     cluster.volley(&["run", "/no/such/spec.json"]).exits(74);
     cluster.volley(&["--url", "http://127.0.0.1:9", "jobs"]).exits(69);

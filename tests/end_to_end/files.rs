@@ -10,7 +10,7 @@ fn outputs(cluster: &Cluster, file: &str, text: &str, task: Value) -> Vec<String
     let spec = cluster.spec(Value::Null, task, json!({}));
     cluster.volley(&["run", &spec, "--items", &file]).exits(0);
     let jobs = cluster.ask(&["jobs"]);
-    let job = jobs[0]["job"].as_str().unwrap();
+    let job = jobs["rows"][0]["job"].as_str().unwrap();
     cluster.results(job).iter().map(|row| row["stdoutTail"].as_str().unwrap().to_owned()).collect()
 }
 

@@ -13,8 +13,6 @@ use serde_json::Value;
 pub struct Answer {
     /// The status.
     pub status: u16,
-    /// Status line and headers.
-    pub head: String,
     /// The body, as it came.
     pub body: String,
 }
@@ -47,5 +45,5 @@ pub fn request(url: &str, method: &str, path: &str, token: Option<&str>, body: &
     let (head, body) = text.split_once("\r\n\r\n").unwrap_or((&text, ""));
     let status =
         head.split(' ').nth(1).and_then(|status| status.parse().ok()).unwrap_or_else(|| panic!("no answer to {method} {path}: {text:?}"));
-    Answer { status, head: head.to_owned(), body: body.to_owned() }
+    Answer { status, body: body.to_owned() }
 }

@@ -7,4 +7,3 @@ pub mod http;
 pub mod process;
 
 pub use cluster::Cluster;
-pub use process::Ran;

@@ -112,7 +112,7 @@ async fn another_coordinator_leads_when_the_leader_is_killed() {
     let mut first = parts.coordinator("c1", ports[0]);
     until("the first coordinator leads", || {
         assert!(first.0.try_wait().unwrap().is_none(), "{}", parts.log("c1"));
-        ask(&urls[0], "/v1/cluster").is_some_and(|view| view["leader"] == "c1")
+        ask(&urls[0], "/v1/cluster").is_some_and(|view| view["leader"].as_str().unwrap().starts_with("c1"))
     });
     let _second = parts.coordinator("c2", ports[1]);
     let _workers = [parts.worker("w1"), parts.worker("w2")];
@@ -135,7 +135,7 @@ async fn another_coordinator_leads_when_the_leader_is_killed() {
     said.sort_unstable();
     assert_eq!(said, (0..60).collect::<Vec<_>>(), "every result, each once");
     let view = ask(&urls[1], "/v1/cluster").unwrap();
-    assert_eq!(view["leader"], "c2", "{view}\n{}", parts.log("c2"));
+    assert!(view["leader"].as_str().unwrap().starts_with("c2"), "{view}\n{}", parts.log("c2"));
     let workers = ask(&urls[1], "/v1/workers").unwrap();
     assert_eq!(workers.as_array().unwrap().len(), 2, "no worker was given up: {workers}");
 }

@@ -29,6 +29,7 @@ fn a_job_past_its_deadline_is_ended() {
     );
     let job = cluster.submit(&spec);
     let ended = cluster.ended(&job);
-    assert_eq!(ended["state"], "cancelled", "{ended}");
+    assert_eq!((&ended["state"], &ended["tasks"]["failed"]), (&json!("failed"), &json!(0)), "{ended}");
+    assert!(ended["tasks"]["cancelled"].as_u64().unwrap() > 80, "{ended}");
     assert!(ended["reason"].as_str().unwrap().contains("deadline"), "{ended}");
 }

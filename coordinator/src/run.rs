@@ -159,6 +159,8 @@ pub struct Running {
     pub cluster: String,
     /// The coordinator.
     pub handle: Handle,
+    /// What the API works with; for serving it elsewhere too.
+    pub app: Arc<App>,
     /// Ends when `stop` was asked for, or with the reason why it can't go on.
     pub join: JoinHandle<Result<(), RunError>>,
 }
@@ -200,10 +202,10 @@ pub async fn run(config: CoordinatorConfig, stop: CancellationToken) -> Result<R
         streams: Streams::default(),
         stop: stop.clone(),
     });
-    let serving = tokio::spawn(api::serve(listener, app, stop.clone()));
+    let serving = tokio::spawn(api::serve(listener, app.clone(), stop.clone()));
     let join = tokio::spawn(supervise(driver, serving, stop));
     tracing::info!(%addr, cluster, "the coordinator runs");
-    Ok(Running { addr, cluster, handle, join })
+    Ok(Running { addr, cluster, handle, app, join })
 }
 
 /// Waits for driver and API; when one ends, so does the other.

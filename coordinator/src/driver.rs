@@ -216,7 +216,14 @@ impl Driver {
             tokio::select! {
                 () = stop.cancelled() => break Ok(()),
                 batch = records.recv() => match batch {
-                    Some(Ok(batch)) => if let Err(error) = self.apply(&batch) { break Err(error.into()) },
+                    Some(Ok(batch)) => {
+                        // A request waits here before its record is published, but both may be ready at once: applied first, the
+                        // record's answer would find nobody waiting.
+                        while let Ok(input) = inputs.try_recv() {
+                            self.input(input);
+                        }
+                        if let Err(error) = self.apply(&batch) { break Err(error.into()) }
+                    }
                     Some(Err(error)) => break Err(error.into()),
                     None => break Ok(()),
                 },

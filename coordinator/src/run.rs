@@ -147,6 +147,10 @@ pub struct Running {
     pub addr: SocketAddr,
     /// The cluster's id.
     pub cluster: String,
+    /// The coordinator. It keeps the database open: who holds it keeps a damaged one from being built again within this process.
+    pub handle: Handle,
+    /// What the API works with; for serving it elsewhere too. Keeps the database open as well.
+    pub app: Arc<App>,
     /// Ends when `stop` was asked for, or with the reason why it can't go on.
     pub join: JoinHandle<Result<(), RunError>>,
 }
@@ -192,10 +196,10 @@ pub async fn run(config: CoordinatorConfig, stop: CancellationToken) -> Result<R
     let listener = ground.listen().await?;
     let addr = listener.local_addr().map_err(|source| StartError::Listen { listen, source })?;
     ground.listen = addr;
-    let life = ground.begin(listener, &stop).await?;
+    let (life, app) = ground.begin(listener, &stop).await?;
     let join = tokio::spawn(supervise(ground, life, stop));
     tracing::info!(%addr, cluster, "the coordinator runs");
-    Ok(Running { addr, cluster, join })
+    Ok(Running { addr, cluster, handle: app.handle.clone(), app, join })
 }
 
 impl Ground {
@@ -204,7 +208,7 @@ impl Ground {
     }
 
     /// Opens the database and starts everything on it. A database that turns out damaged is built again, once.
-    async fn begin(&self, listener: TcpListener, stop: &CancellationToken) -> Result<Life, StartError> {
+    async fn begin(&self, listener: TcpListener, stop: &CancellationToken) -> Result<(Life, Arc<App>), StartError> {
         let stop = stop.child_token();
         let (rows, name, handle, driver) = match self.drive(&stop).await {
             Err(StartError::Driver(error)) if error.wants_rebuild() => {
@@ -213,7 +217,7 @@ impl Ground {
             }
             driven => driven?,
         };
-        let app = App {
+        let app = Arc::new(App {
             handle: handle.clone(),
             store: self.store.clone(),
             store_config: self.config.store.clone(),
@@ -224,12 +228,12 @@ impl Ground {
             cluster: self.log.cluster.clone(),
             streams: Streams::default(),
             stop: stop.clone(),
-        };
-        let api = tokio::spawn(api::serve(listener, Arc::new(app), stop.clone()));
+        });
+        let api = tokio::spawn(api::serve(listener, app.clone(), stop.clone()));
         let levels = Levels::new(self.log.context().clone(), self.config.replicas);
         let (store, dir, every) = (self.store.clone(), self.config.data_dir.clone(), self.config.checkpoints);
         let keeper = tokio::spawn(Keeper { handle, store, dir, name, every, levels }.run(stop.clone()));
-        Ok(Life { driver, api, keeper, rows, stop })
+        Ok((Life { driver, api, keeper, rows, stop }, app))
     }
 
     async fn drive(&self, stop: &CancellationToken) -> Result<(Watch, String, Handle, JoinHandle<Result<(), DriverError>>), StartError> {
@@ -287,7 +291,7 @@ async fn supervise(ground: Ground, life: Life, stop: CancellationToken) -> Resul
             tokio::time::sleep(CLOSE_LOOK).await;
         }
         let listener = ground.listen().await.map_err(Box::new)?;
-        life = ground.begin(listener, &stop).await.map_err(Box::new)?;
+        (life, _) = ground.begin(listener, &stop).await.map_err(Box::new)?;
     }
 }
 

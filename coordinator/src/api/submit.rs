@@ -45,7 +45,7 @@ const SHOWN: u32 = 3;
 /// Submits a job. The same idempotency key with the same spec gives the same job.
 ///
 /// With `dryRun=true` nothing is created: the answer is what the job would be (`PlanAnswer`).
-#[utoipa::path(post, path = "/v1/jobs", tag = "jobs", request_body(content_type = "application/json", description = "A job spec, `volley/v1`"),
+#[utoipa::path(post, path = "/v1/jobs", operation_id = "submitJob", tag = "jobs", request_body(content_type = "application/json", description = "A job spec, `volley/v1`"),
     params(("dryRun" = Option<bool>, Query, description = "Only say what it would be"), ("tenant" = Option<String>, Query, description = "Operators: for whom"),
         ("idempotency-key" = Option<String>, Header, description = "At most 128 printable ASCII characters; kept for a day")),
     responses((status = 201, body = SubmitAnswer), (status = 200, body = SubmitAnswer, description = "It existed, or the plan of a dry run"),

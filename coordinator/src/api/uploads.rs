@@ -33,7 +33,7 @@ const TURN_WAIT: Duration = Duration::from_secs(30);
 static TURNS: Semaphore = Semaphore::const_new(UPLOADS_MAX);
 
 /// Uploads a file. Name it in a spec as `upload: <id>` (items) or `upload:<id>` (inputs).
-#[utoipa::path(post, path = "/v1/uploads", tag = "uploads", request_body(content_type = "application/octet-stream", description = "The file"),
+#[utoipa::path(post, path = "/v1/uploads", operation_id = "upload", tag = "uploads", request_body(content_type = "application/octet-stream", description = "The file"),
     responses((status = 201, body = UploadAnswer), (status = 400, body = ErrorBody), (status = 413, body = ErrorBody), (status = 503, body = ErrorBody)))]
 pub async fn upload(
     State(app): State<Arc<App>>,

@@ -142,15 +142,16 @@ pub async fn open(dir: &Path, store: &Store, log: &Log) -> Result<RocksRows, Res
     if dir.join(MARK).exists() {
         drop_rows(dir).map_err(failed)?;
     }
-    for left in [COPY_DIR, FETCH_DIR] {
-        remove_dir(&dir.join(left)).await.map_err(LoadError::Local)?;
-    }
     let ((first, last, _, _), skips) = (log.bounds().await?, log.skips().await?);
     let checkpoints = manifests(store).await?;
     if let Some(checkpoint) = checkpoints.last().copied().filter(|newest| *newest > last) {
         return Err(RestoreError::Ahead { last, checkpoint });
     }
     let (rows, applied) = open_sound(dir, &log.cluster, &skips).await?;
+    // Ours alone now; what a crash left is of no use.
+    for left in [COPY_DIR, FETCH_DIR] {
+        remove_dir(&dir.join(left)).await.map_err(LoadError::Local)?;
+    }
     if applied > last {
         return Err(LogError::Behind { last, applied }.into());
     }

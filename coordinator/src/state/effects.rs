@@ -48,6 +48,8 @@ pub struct Effects {
     pub answers: Vec<(String, Answer)>,
     /// Bundles whose last attempt ended, and whose slot is free.
     pub closed: Vec<(WorkerId, BundleId)>,
+    /// Workers that were lost and did not leave of their own will.
+    pub workers_lost: u64,
     /// Bundles that were opened.
     pub opened: Vec<(WorkerId, BundleId)>,
 }

@@ -38,6 +38,8 @@ pub struct Effects {
     pub tokens: BTreeSet<String>,
     /// Idempotency keys that changed or went.
     pub keys: BTreeSet<(TenantId, String)>,
+    /// Uploads that changed or went.
+    pub uploads: BTreeSet<(TenantId, String)>,
     /// Ends of attempts.
     pub attempts: Vec<(AttemptName, AttemptRow)>,
     /// Ends of tasks: job, sequence of the record that ended it, place among that record's ends.
@@ -72,6 +74,7 @@ impl Effects {
             && self.tenants.is_empty()
             && self.tokens.is_empty()
             && self.keys.is_empty()
+            && self.uploads.is_empty()
             && self.attempts.is_empty()
             && self.results.is_empty()
     }

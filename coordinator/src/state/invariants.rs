@@ -49,7 +49,9 @@ pub fn broken(state: &State) -> Vec<String> {
         if sum != counts.total || counts.waiting != job.waiting() + held_back(job) {
             broken.push(format!("{} counts don't add up: {counts:?}, waiting {}", job.id, job.waiting()));
         }
-        if job.progress.ended_ms.is_some() != (job.ended_tasks() == job.tasks()) {
+        // A job without tasks ends with the Tick that starts its clock.
+        let begins = state.head.unstamped.contains(&job.id);
+        if !begins && job.progress.ended_ms.is_some() != (job.ended_tasks() == job.tasks()) {
             broken.push(format!("{} ended: {:?}, with {} of {} tasks ended", job.id, job.progress.ended_ms, job.ended_tasks(), job.tasks()));
         }
     }

@@ -46,20 +46,14 @@ impl Filter {
                 (0, 0x1b) => self.pending.push(byte),
                 (0, _) => plain(byte, &mut out),
                 (1, b'[') => self.pending.push(byte),
-                (2.., b'0'..=b'9' | b';' | b':') if self.pending.len() < SEQUENCE_LEN_MAX => {
-                    self.pending.push(byte)
-                }
+                (2.., b'0'..=b'9' | b';' | b':') if self.pending.len() < SEQUENCE_LEN_MAX => self.pending.push(byte),
                 (2.., b'm') => {
                     out.append(&mut self.pending);
                     out.push(byte);
                 }
                 _ => {
                     self.give_up(&mut out);
-                    if byte == 0x1b {
-                        self.pending.push(byte)
-                    } else {
-                        plain(byte, &mut out)
-                    }
+                    if byte == 0x1b { self.pending.push(byte) } else { plain(byte, &mut out) }
                 }
             }
         }
@@ -88,10 +82,7 @@ mod tests {
 
     #[test]
     fn a_line_is_one_line_and_harmless() {
-        assert_eq!(
-            line("a\nb\tc\x1b[2J\u{202e}", 80),
-            "a b c\u{fffd}[2J\u{fffd}"
-        );
+        assert_eq!(line("a\nb\tc\x1b[2J\u{202e}", 80), "a b c\u{fffd}[2J\u{fffd}");
         assert_eq!(line("abcdef", 4), "abc…");
         assert_eq!(line("abcd\n", 4), "abcd");
     }
@@ -102,10 +93,7 @@ mod tests {
         let wanted = "\x1b[1;31mred\x1b[0m\r\n\u{fffd}]0;title\u{fffd}\u{fffd}[2J\u{fffd}end";
         for size in 1..=text.len() {
             let mut filter = Filter::default();
-            let out: Vec<u8> = text
-                .chunks(size)
-                .flat_map(|piece| filter.feed(piece))
-                .collect();
+            let out: Vec<u8> = text.chunks(size).flat_map(|piece| filter.feed(piece)).collect();
             assert_eq!(String::from_utf8_lossy(&out), wanted, "pieces of {size}");
         }
     }

@@ -132,21 +132,14 @@ pub fn parse<T: Into<OsString> + Clone>(args: impl IntoIterator<Item = T>) -> Re
     Cli::try_parse_from(args).map_err(|error| {
         // A standard output or error that is gone is nobody's loss.
         let _ = error.print();
-        if error.use_stderr() {
-            Exit::BadSpec
-        } else {
-            Exit::Success
-        }
+        if error.use_stderr() { Exit::BadSpec } else { Exit::Success }
     })
 }
 
 /// Carries a verb out, but for those that start processes.
 pub async fn execute(cli: Cli) -> Outcome {
     let ctx = Ctx::new(cli.global);
-    let serve = |command| Outcome::Serve {
-        command,
-        out: ctx.out,
-    };
+    let serve = |command| Outcome::Serve { command, out: ctx.out };
     let result = match cli.verb {
         Verb::Up(args) => return serve(ServeCommand::Up(args)),
         Verb::Coordinator(args) => return serve(ServeCommand::Coordinator(args)),
@@ -256,20 +249,13 @@ mod tests {
             "volley upload x",
         ];
         for line in lines {
-            assert!(
-                parsed(line).is_ok(),
-                "{line}: {:?}",
-                parsed(line).err().map(|e| e.to_string())
-            );
+            assert!(parsed(line).is_ok(), "{line}: {:?}", parsed(line).err().map(|e| e.to_string()));
         }
     }
 
     #[test]
     fn a_wrong_job_id_is_told_at_once() {
-        let error = parsed("volley job 7")
-            .err()
-            .map(|e| e.to_string())
-            .unwrap_or_default();
+        let error = parsed("volley job 7").err().map(|e| e.to_string()).unwrap_or_default();
         assert!(error.contains("one looks like j1042"), "{error}");
     }
 }

@@ -37,40 +37,16 @@ pub struct Global {
     #[arg(short, long, global = true, help_heading = "Global")]
     pub quiet: bool,
     /// Coordinators, separated by commas. Default: what `volley up` wrote.
-    #[arg(
-        long,
-        global = true,
-        env = "VOLLEY_URL",
-        value_name = "URL",
-        help_heading = "Global"
-    )]
+    #[arg(long, global = true, env = "VOLLEY_URL", value_name = "URL", help_heading = "Global")]
     pub url: Option<String>,
     /// A file with nothing but the token in it. The variable VOLLEY_TOKEN holds the token itself.
-    #[arg(
-        long,
-        global = true,
-        env = "VOLLEY_TOKEN_FILE",
-        value_name = "FILE",
-        help_heading = "Global"
-    )]
+    #[arg(long, global = true, env = "VOLLEY_TOKEN_FILE", value_name = "FILE", help_heading = "Global")]
     pub token_file: Option<PathBuf>,
     /// The cluster file. Default: ~/.config/volley/cluster.json.
-    #[arg(
-        long,
-        global = true,
-        env = "VOLLEY_CONFIG",
-        value_name = "FILE",
-        help_heading = "Global"
-    )]
+    #[arg(long, global = true, env = "VOLLEY_CONFIG", value_name = "FILE", help_heading = "Global")]
     pub config: Option<PathBuf>,
     /// Acts for this tenant (operators only).
-    #[arg(
-        long,
-        global = true,
-        env = "VOLLEY_TENANT",
-        value_name = "NAME",
-        help_heading = "Global"
-    )]
+    #[arg(long, global = true, env = "VOLLEY_TENANT", value_name = "NAME", help_heading = "Global")]
     pub tenant: Option<String>,
 }
 
@@ -86,13 +62,7 @@ impl Ctx {
     /// From the flags.
     #[must_use]
     pub fn new(global: Global) -> Self {
-        Self {
-            out: Out {
-                format: global.format,
-                quiet: global.quiet,
-            },
-            global,
-        }
+        Self { out: Out { format: global.format, quiet: global.quiet }, global }
     }
 
     /// The tenant that `--tenant` names.
@@ -122,17 +92,12 @@ impl Ctx {
     fn config(&self) -> Result<Config, CliError> {
         let token = match &self.global.token_file {
             Some(path) => {
-                let text = std::fs::read_to_string(path)
-                    .map_err(CliError::file(path, "read the token file"))?;
+                let text = std::fs::read_to_string(path).map_err(CliError::file(path, "read the token file"))?;
                 Some(text.trim().to_owned())
             }
             None => Given::from_env().token,
         };
-        let given = Given {
-            url: self.global.url.clone(),
-            token,
-            file: self.global.config.clone(),
-        };
+        let given = Given { url: self.global.url.clone(), token, file: self.global.config.clone() };
         let mut config = Config::resolve(given)?;
         config.tenant.clone_from(&self.global.tenant);
         let (noted, quiet) = (Mutex::new(None), self.out.quiet);
@@ -149,11 +114,7 @@ fn note_retry(noted: &Mutex<Option<Instant>>, quiet: bool, error: &Error) {
     *last = Some(Instant::now());
     let mut stderr = io::stderr();
     // A progress line may stand there; it is drawn again.
-    let clear = if stderr.is_terminal() {
-        "\r\x1b[2K"
-    } else {
-        ""
-    };
+    let clear = if stderr.is_terminal() { "\r\x1b[2K" } else { "" };
     // A standard error that is gone is nobody's loss.
     let _ = writeln!(stderr, "{clear}waiting: {error}");
 }

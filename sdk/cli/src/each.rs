@@ -43,12 +43,8 @@ pub async fn each_job(
     }
     if !done.is_empty() {
         match (done.as_slice(), jobs) {
-            ([one], [_]) => ctx
-                .out
-                .show(one, || jobs_table(&done, jiff::Timestamp::now()))?,
-            _ => ctx
-                .out
-                .show(&done, || jobs_table(&done, jiff::Timestamp::now()))?,
+            ([one], [_]) => ctx.out.show(one, || jobs_table(&done, jiff::Timestamp::now()))?,
+            _ => ctx.out.show(&done, || jobs_table(&done, jiff::Timestamp::now()))?,
         }
     }
     failed.map_or(Ok(Exit::Success), |error| Err(error.into()))

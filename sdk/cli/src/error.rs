@@ -53,18 +53,9 @@ pub enum CliError {
 
 impl CliError {
     /// A local file.
-    pub(crate) fn file(
-        path: impl Into<PathBuf>,
-        doing: &'static str,
-    ) -> impl FnOnce(io::Error) -> Self {
+    pub(crate) fn file(path: impl Into<PathBuf>, doing: &'static str) -> impl FnOnce(io::Error) -> Self {
         let path = path.into();
-        move |source| {
-            Self::Sdk(Error::File {
-                path,
-                doing,
-                source,
-            })
-        }
+        move |source| Self::Sdk(Error::File { path, doing, source })
     }
 
     /// What to exit with. Nobody reading any more is no failure.
@@ -86,12 +77,7 @@ impl CliError {
             Self::Resolve { .. } => "bad_item",
             Self::Output(_) | Self::System { .. } => "local_file",
         };
-        ErrorBody {
-            code: code.into(),
-            message: self.to_string(),
-            retryable: false,
-            problems: Vec::new(),
-        }
+        ErrorBody { code: code.into(), message: self.to_string(), retryable: false, problems: Vec::new() }
     }
 
     fn next_step(&self) -> Option<&'static str> {
@@ -102,9 +88,7 @@ impl CliError {
             Self::Sdk(Error::Refused { status: 401, .. }) => Some(
                 "set VOLLEY_TOKEN, or VOLLEY_CONFIG to the file that `volley up` wrote (an operator makes tokens: `volley token create`)",
             ),
-            Self::Sdk(Error::Refused { status: 403, .. }) => {
-                Some("use an operator's token (VOLLEY_TOKEN)")
-            }
+            Self::Sdk(Error::Refused { status: 403, .. }) => Some("use an operator's token (VOLLEY_TOKEN)"),
             _ => None,
         }
     }
@@ -131,15 +115,10 @@ impl CliError {
         match self {
             Self::Sdk(Error::Refused { body, .. }) if !body.problems.is_empty() => {
                 let count = body.problems.len();
-                let mut text = format!(
-                    "{count} problem{} in the job spec; nothing was created:",
-                    if count == 1 { "" } else { "s" }
-                );
+                let mut text =
+                    format!("{count} problem{} in the job spec; nothing was created:", if count == 1 { "" } else { "s" });
                 for (number, problem) in (1..).zip(&body.problems) {
-                    text.push_str(&format!(
-                        "\n  {number}. {}: {}",
-                        problem.path, problem.message
-                    ));
+                    text.push_str(&format!("\n  {number}. {}: {}", problem.path, problem.message));
                 }
                 text
             }
@@ -158,26 +137,13 @@ mod tests {
     #[test]
     fn problems_read_the_same_whether_found_here_or_by_the_cluster() {
         let problem = Problem::new("$.task", "missing").hint("add it");
-        let view = ProblemView {
-            path: problem.path.clone(),
-            message: problem.explanation(),
-        };
-        let body = ErrorBody {
-            code: "bad_spec".into(),
-            message: "1 problem".into(),
-            retryable: false,
-            problems: vec![view],
-        };
-        let there = CliError::Sdk(Error::Refused {
-            status: 400,
-            doing: "submit the job".into(),
-            body,
-        });
+        let view = ProblemView { path: problem.path.clone(), message: problem.explanation() };
+        let body = ErrorBody { code: "bad_spec".into(), message: "1 problem".into(), retryable: false, problems: vec![view] };
+        let there = CliError::Sdk(Error::Refused { status: 400, doing: "submit the job".into(), body });
         let here = CliError::Sdk(Error::BadSpec(Problems(vec![problem])));
         assert_eq!(here.render(Format::Table), there.render(Format::Table));
         assert_eq!(
-            here.render(Format::Json)
-                .replace(&here.to_string().replace('\n', "\\n"), ""),
+            here.render(Format::Json).replace(&here.to_string().replace('\n', "\\n"), ""),
             there.render(Format::Json).replace("1 problem", "")
         );
         assert_eq!((here.exit().code(), there.exit().code()), (2, 2));
@@ -186,25 +152,13 @@ mod tests {
     #[test]
     fn a_reader_that_left_is_no_failure() {
         let error = CliError::Output(io::ErrorKind::BrokenPipe.into());
-        assert_eq!(
-            (error.exit(), error.render(Format::Json)),
-            (Exit::Success, String::new())
-        );
+        assert_eq!((error.exit(), error.render(Format::Json)), (Exit::Success, String::new()));
     }
 
     #[test]
     fn a_missing_token_comes_with_the_next_step() {
-        let body = ErrorBody {
-            code: "unauthorized".into(),
-            message: "no token".into(),
-            retryable: false,
-            problems: Vec::new(),
-        };
-        let error = CliError::Sdk(Error::Refused {
-            status: 401,
-            doing: "list the jobs".into(),
-            body,
-        });
+        let body = ErrorBody { code: "unauthorized".into(), message: "no token".into(), retryable: false, problems: Vec::new() };
+        let error = CliError::Sdk(Error::Refused { status: 401, doing: "list the jobs".into(), body });
         assert_eq!(
             error.render(Format::Table),
             "error: no token\nnext: set VOLLEY_TOKEN, or VOLLEY_CONFIG to the file that `volley up` wrote (an operator makes tokens: `volley token create`)\n"

@@ -93,9 +93,7 @@ impl Exit {
             // None, or one that this build doesn't know: the counts say it too.
             Some(_) | None if job.state == JobState::Cancelled => Self::Cancelled,
             Some(_) | None if job.tasks.infra_failed > 0 => Self::NoVerdict,
-            Some(_) | None if job.tasks.failed > 0 || job.state == JobState::Failed => {
-                Self::TasksFailed
-            }
+            Some(_) | None if job.tasks.failed > 0 || job.state == JobState::Failed => Self::TasksFailed,
             Some(_) | None => Self::Success,
         }
     }
@@ -103,21 +101,9 @@ impl Exit {
     /// Of several jobs, the one that matters most.
     #[must_use]
     pub fn worst(self, other: Self) -> Self {
-        let rank = |exit: Self| {
-            [
-                Self::Success,
-                Self::TasksFailed,
-                Self::NoVerdict,
-                Self::Cancelled,
-            ]
-            .iter()
-            .position(|e| *e == exit)
-        };
-        if rank(other).unwrap_or(usize::MAX) > rank(self).unwrap_or(usize::MAX) {
-            other
-        } else {
-            self
-        }
+        let rank =
+            |exit: Self| [Self::Success, Self::TasksFailed, Self::NoVerdict, Self::Cancelled].iter().position(|e| *e == exit);
+        if rank(other).unwrap_or(usize::MAX) > rank(self).unwrap_or(usize::MAX) { other } else { self }
     }
 
     /// What an error of the SDK exits with.
@@ -126,9 +112,7 @@ impl Exit {
         match error {
             Error::NoCluster { .. } | Error::Setting { .. } => Self::NotConfigured,
             Error::BadSpec(_) => Self::BadSpec,
-            Error::Unreachable { .. } | Error::Broken { .. } | Error::Silent { .. } => {
-                Self::Unavailable
-            }
+            Error::Unreachable { .. } | Error::Broken { .. } | Error::Silent { .. } => Self::Unavailable,
             Error::File { .. } | Error::Checksum { .. } | Error::Path { .. } => Self::LocalFile,
             Error::Unexpected { .. } | Error::Random(_) => Self::Internal,
             Error::Refused { status, body, .. } => match status {
@@ -158,12 +142,7 @@ mod tests {
 
     #[test]
     fn a_jobs_exit_code_is_the_first_that_applies() {
-        let counts = |failed, infra_failed| TaskCounts {
-            total: 9,
-            failed,
-            infra_failed,
-            ..TaskCounts::default()
-        };
+        let counts = |failed, infra_failed| TaskCounts { total: 9, failed, infra_failed, ..TaskCounts::default() };
         let of = |state, tasks, exit_code| Exit::of_job(&job(state, tasks, exit_code)).code();
         assert_eq!(of(JobState::Succeeded, counts(0, 0), None), 0);
         assert_eq!(of(JobState::Failed, counts(2, 0), None), 1);
@@ -175,28 +154,15 @@ mod tests {
 
     #[test]
     fn of_several_jobs_the_worst_counts() {
-        assert_eq!(
-            Exit::Success.worst(Exit::TasksFailed).worst(Exit::Success),
-            Exit::TasksFailed
-        );
+        assert_eq!(Exit::Success.worst(Exit::TasksFailed).worst(Exit::Success), Exit::TasksFailed);
         assert_eq!(Exit::Cancelled.worst(Exit::NoVerdict), Exit::Cancelled);
     }
 
     #[test]
     fn refusals_are_told_apart() {
         let of = |status, retryable| {
-            let body = ErrorBody {
-                code: "c".into(),
-                message: "m".into(),
-                retryable,
-                problems: Vec::new(),
-            };
-            Exit::of_error(&Error::Refused {
-                status,
-                doing: "d".into(),
-                body,
-            })
-            .code()
+            let body = ErrorBody { code: "c".into(), message: "m".into(), retryable, problems: Vec::new() };
+            Exit::of_error(&Error::Refused { status, doing: "d".into(), body }).code()
         };
         let got = [
             of(400, false),
@@ -231,9 +197,7 @@ mod tests {
             Exit::Interrupted,
         ];
         for exit in all {
-            let listed = EXIT_CODES_HELP
-                .lines()
-                .any(|line| line.trim_start().starts_with(&format!("{} ", exit.code())));
+            let listed = EXIT_CODES_HELP.lines().any(|line| line.trim_start().starts_with(&format!("{} ", exit.code())));
             assert!(listed, "{exit:?}");
         }
     }

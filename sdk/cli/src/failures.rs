@@ -44,18 +44,9 @@ impl Tally {
             return;
         }
         self.failures += 1;
-        let class = row
-            .class
-            .map_or("failed", |class| class.as_str())
-            .to_owned();
+        let class = row.class.map_or("failed", |class| class.as_str()).to_owned();
         let message = row.message.as_deref().unwrap_or_default();
-        let key = (
-            class,
-            clean::line(
-                message.lines().next().unwrap_or_default(),
-                MESSAGE_CHARS_MAX,
-            ),
-        );
+        let key = (class, clean::line(message.lines().next().unwrap_or_default(), MESSAGE_CHARS_MAX));
         let full = self.groups.len() >= GROUPS_MAX;
         match self.groups.get_mut(&key) {
             Some((tasks, first)) => {
@@ -107,37 +98,16 @@ mod tests {
     #[test]
     fn the_largest_group_comes_first_with_its_first_task() {
         let mut tally = Tally::default();
-        tally.add(&row(
-            9,
-            Some(FailureClass::RunTimeout),
-            Some("ran longer than 3s"),
-        ));
+        tally.add(&row(9, Some(FailureClass::RunTimeout), Some("ran longer than 3s")));
         for index in [8, 5] {
-            tally.add(&row(
-                index,
-                Some(FailureClass::ExitCode),
-                Some("exit code 1\nmore"),
-            ));
+            tally.add(&row(index, Some(FailureClass::ExitCode), Some("exit code 1\nmore")));
         }
         tally.add(&row(1, None, None));
         let top = tally.top(5);
         assert_eq!(
-            (
-                top[0].class.as_str(),
-                top[0].message.as_str(),
-                top[0].tasks,
-                top[0].first
-            ),
+            (top[0].class.as_str(), top[0].message.as_str(), top[0].tasks, top[0].first),
             ("exit_code", "exit code 1", 2, 5)
         );
-        assert_eq!(
-            (
-                top.len(),
-                tally.rows(),
-                tally.failures(),
-                tally.top(1).len()
-            ),
-            (2, 4, 3, 1)
-        );
+        assert_eq!((top.len(), tally.rows(), tally.failures(), tally.top(1).len()), (2, 4, 3, 1));
     }
 }

@@ -37,14 +37,9 @@ type Rows = Pin<Box<dyn Stream<Item = Result<ResultRow, Error>> + Send>>;
 ///
 /// # Errors
 /// A cluster that was away for longer than the client's budget, a sink that failed.
-pub async fn follow(
-    out: Out,
-    client: &Client,
-    job: JobId,
-    mut rows: Option<RowSink<'_>>,
-) -> Result<Followed, CliError> {
+pub async fn follow(out: Out, client: &Client, job: JobId, mut rows: Option<RowSink<'_>>) -> Result<Followed, CliError> {
     let mut interrupts = Interrupts::listen()?;
-    let mut events = pin!(client.watch(job).into_stream());
+    let mut events = pin!(client.watch(job).without_tasks().into_stream());
     let mut results: Rows = match rows {
         Some(_) => Box::pin(client.results(job, ResultsQuery::follow()).into_stream()),
         None => Box::pin(futures::stream::empty()),
@@ -97,10 +92,7 @@ pub async fn follow(
 }
 
 async fn cancel(out: Out, client: &Client, job: JobId) -> Result<(), CliError> {
-    let request = CancelRequest {
-        now: true,
-        reason: "interrupted in `volley run`".into(),
-    };
+    let request = CancelRequest { now: true, reason: "interrupted in `volley run`".into() };
     match client.cancel(job, &request).await {
         Ok(_) => out.note(&format!("cancelling {job}")),
         // It ended by itself in the meantime.
@@ -113,7 +105,5 @@ async fn cancel(out: Out, client: &Client, job: JobId) -> Result<(), CliError> {
 /// What to say to somebody who left.
 #[must_use]
 pub fn detached(job: JobId) -> String {
-    format!(
-        "detached; {job} goes on\nnext: `volley wait {job}` follows it again, `volley cancel {job}` stops it"
-    )
+    format!("detached; {job} goes on\nnext: `volley wait {job}` follows it again, `volley cancel {job}` stops it")
 }

@@ -34,17 +34,8 @@ impl Interrupts {
     /// # Errors
     /// [`CliError::System`].
     pub fn listen() -> Result<Self, CliError> {
-        let listen = |kind| {
-            signal(kind).map_err(|source| CliError::System {
-                doing: "listen for signals",
-                source,
-            })
-        };
-        Ok(Self {
-            interrupt: listen(SignalKind::interrupt())?,
-            terminate: listen(SignalKind::terminate())?,
-            asked: None,
-        })
+        let listen = |kind| signal(kind).map_err(|source| CliError::System { doing: "listen for signals", source });
+        Ok(Self { interrupt: listen(SignalKind::interrupt())?, terminate: listen(SignalKind::terminate())?, asked: None })
     }
 
     /// The next thing to know: an interrupt that isn't answered yet gives `None` and begins the question (`ask`), an answer or what
@@ -88,11 +79,8 @@ impl Interrupts {
 fn read_choice() -> Choice {
     loop {
         let mut stderr = io::stderr();
-        let asked = write!(
-            stderr,
-            "\n[d]etach and let the job go on, [c]ancel the job, [k]eep following? "
-        )
-        .and_then(|()| stderr.flush());
+        let asked =
+            write!(stderr, "\n[d]etach and let the job go on, [c]ancel the job, [k]eep following? ").and_then(|()| stderr.flush());
         let mut line = String::new();
         match io::stdin().lock().read_line(&mut line) {
             Ok(1..) if asked.is_ok() => {}

@@ -38,11 +38,7 @@ impl Out {
     ///
     /// # Errors
     /// [`CliError::Output`].
-    pub fn show<T: Serialize + ?Sized>(
-        &self,
-        value: &T,
-        table: impl FnOnce() -> String,
-    ) -> Result<(), CliError> {
+    pub fn show<T: Serialize + ?Sized>(&self, value: &T, table: impl FnOnce() -> String) -> Result<(), CliError> {
         let text = if self.json() { pretty(value)? } else { table() };
         self.raw(text.as_bytes())
     }
@@ -61,10 +57,7 @@ impl Out {
     /// [`CliError::Output`].
     pub fn raw(&self, bytes: &[u8]) -> Result<(), CliError> {
         let mut stdout = io::stdout().lock();
-        stdout
-            .write_all(bytes)
-            .and_then(|()| stdout.flush())
-            .map_err(CliError::Output)
+        stdout.write_all(bytes).and_then(|()| stdout.flush()).map_err(CliError::Output)
     }
 
     /// Tells people something beside the result. A standard error that is gone is nobody's loss.
@@ -82,9 +75,7 @@ impl Out {
 }
 
 fn pretty<T: Serialize + ?Sized>(value: &T) -> Result<String, CliError> {
-    serde_json::to_string_pretty(value)
-        .map(|text| text + "\n")
-        .map_err(|error| CliError::Output(io::Error::other(error)))
+    serde_json::to_string_pretty(value).map(|text| text + "\n").map_err(|error| CliError::Output(io::Error::other(error)))
 }
 
 /// A JSON value as a line.
@@ -92,8 +83,7 @@ fn pretty<T: Serialize + ?Sized>(value: &T) -> Result<String, CliError> {
 /// # Errors
 /// [`CliError::Output`] when it can't be JSON.
 pub fn json_line<T: Serialize + ?Sized>(value: &T) -> Result<Vec<u8>, CliError> {
-    let mut line =
-        serde_json::to_vec(value).map_err(|error| CliError::Output(io::Error::other(error)))?;
+    let mut line = serde_json::to_vec(value).map_err(|error| CliError::Output(io::Error::other(error)))?;
     line.push(b'\n');
     Ok(line)
 }

@@ -30,8 +30,7 @@ impl Meter {
     /// Takes a count at a time since the start.
     pub fn observe(&mut self, at: Duration, count: u64) {
         while self.samples.len() > 1
-            && (self.samples.len() >= SAMPLES_MAX
-                || self.samples.front().is_some_and(|(t, _)| at - *t > WINDOW))
+            && (self.samples.len() >= SAMPLES_MAX || self.samples.front().is_some_and(|(t, _)| at - *t > WINDOW))
         {
             self.samples.pop_front();
         }
@@ -81,26 +80,15 @@ pub fn job_line(job: &JobView, meter: &Meter) -> String {
         && left > 0
         && !job.state.ended()
     {
-        parts.push(if rate < 10.0 {
-            format!("{rate:.1}/s")
-        } else {
-            format!("{rate:.0}/s")
-        });
+        parts.push(if rate < 10.0 { format!("{rate:.1}/s") } else { format!("{rate:.0}/s") });
         if let Some(time) = meter.left(u64::from(left)) {
-            parts.push(format!(
-                "ETA {}",
-                units::time(u64::try_from(time.as_millis()).unwrap_or(u64::MAX))
-            ));
+            parts.push(format!("ETA {}", units::time(u64::try_from(time.as_millis()).unwrap_or(u64::MAX))));
         }
     }
     match job.state {
         JobState::Paused => parts.push("paused".into()),
         JobState::Ending => parts.push("ending".into()),
-        JobState::Queued
-        | JobState::Running
-        | JobState::Succeeded
-        | JobState::Failed
-        | JobState::Cancelled => {}
+        JobState::Queued | JobState::Running | JobState::Succeeded | JobState::Failed | JobState::Cancelled => {}
     }
     format!("{} {}  {}", job.job, job.name, parts.join("  "))
 }
@@ -124,27 +112,17 @@ impl Line {
         } else {
             ProgressBar::with_draw_target(None, ProgressDrawTarget::hidden())
         };
-        bar.set_style(
-            ProgressStyle::with_template("{spinner} {wide_msg}")
-                .unwrap_or_else(|_| ProgressStyle::default_spinner()),
-        );
+        bar.set_style(ProgressStyle::with_template("{spinner} {wide_msg}").unwrap_or_else(|_| ProgressStyle::default_spinner()));
         if terminal && !out.quiet {
             bar.enable_steady_tick(Duration::from_millis(120));
         }
-        Self {
-            bar,
-            written: !terminal && !out.quiet,
-            last: None,
-        }
+        Self { bar, written: !terminal && !out.quiet, last: None }
     }
 
     /// Says how it stands.
     pub fn set(&mut self, text: String) {
         if self.written {
-            let due = self
-                .last
-                .as_ref()
-                .is_none_or(|(at, last)| at.elapsed() >= LINE_EVERY && *last != text);
+            let due = self.last.as_ref().is_none_or(|(at, last)| at.elapsed() >= LINE_EVERY && *last != text);
             if due {
                 // A standard error that is gone is nobody's loss.
                 let _ = writeln!(io::stderr(), "{text}");
@@ -191,16 +169,10 @@ impl Transfer {
     #[must_use]
     pub fn start(out: Out, what: &str, bytes: u64) -> Self {
         // indicatif draws to terminals only.
-        let target = if out.quiet {
-            ProgressDrawTarget::hidden()
-        } else {
-            ProgressDrawTarget::stderr()
-        };
+        let target = if out.quiet { ProgressDrawTarget::hidden() } else { ProgressDrawTarget::stderr() };
         let bar = ProgressBar::with_draw_target(Some(bytes), target);
         let template = "{msg} {wide_bar} {bytes}/{total_bytes} {bytes_per_sec} ETA {eta}";
-        bar.set_style(
-            ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar()),
-        );
+        bar.set_style(ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar()));
         bar.set_message(what.to_owned());
         Self { bar }
     }
@@ -232,10 +204,7 @@ mod tests {
         meter.observe(seconds(0), 0);
         assert_eq!((meter.rate(), meter.left(5)), (None, None));
         meter.observe(seconds(10), 100);
-        assert_eq!(
-            (meter.rate(), meter.left(50)),
-            (Some(10.0), Some(seconds(5)))
-        );
+        assert_eq!((meter.rate(), meter.left(50)), (Some(10.0), Some(seconds(5))));
         meter.observe(seconds(100), 100);
         meter.observe(seconds(110), 100);
         assert_eq!((meter.rate(), meter.left(50)), (Some(0.0), None));
@@ -246,27 +215,12 @@ mod tests {
         let mut meter = Meter::default();
         meter.observe(seconds(0), 0);
         meter.observe(seconds(2), 100);
-        let counts = TaskCounts {
-            total: 492,
-            succeeded: 70,
-            failed: 30,
-            running: 16,
-            waiting: 376,
-            ..TaskCounts::default()
-        };
+        let counts = TaskCounts { total: 492, succeeded: 70, failed: 30, running: 16, waiting: 376, ..TaskCounts::default() };
         assert_eq!(
             job_line(&job(JobState::Running, counts, None), &meter),
             "j7 evals  100/492 done  30 failed  16 running  376 waiting  50/s  ETA 7.8s"
         );
-        let counts = TaskCounts {
-            total: 2,
-            succeeded: 1,
-            infra_failed: 1,
-            ..TaskCounts::default()
-        };
-        assert_eq!(
-            job_line(&job(JobState::Failed, counts, None), &meter),
-            "j7 evals  2/2 done  1 without verdict"
-        );
+        let counts = TaskCounts { total: 2, succeeded: 1, infra_failed: 1, ..TaskCounts::default() };
+        assert_eq!(job_line(&job(JobState::Failed, counts, None), &meter), "j7 evals  2/2 done  1 without verdict");
     }
 }

@@ -35,18 +35,9 @@ impl UpArgs {
     /// The directory, or its default; none without a home directory.
     #[must_use]
     pub fn dir(&self) -> Option<PathBuf> {
-        let var = |name: &str| {
-            std::env::var_os(name)
-                .filter(|value| !value.is_empty())
-                .map(PathBuf::from)
-        };
-        let share = || {
-            var("XDG_DATA_HOME")
-                .or_else(|| var("HOME").map(|home| home.join(".local").join("share")))
-        };
-        self.dir
-            .clone()
-            .or_else(|| share().map(|share| share.join("volley")))
+        let var = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
+        let share = || var("XDG_DATA_HOME").or_else(|| var("HOME").map(|home| home.join(".local").join("share")));
+        self.dir.clone().or_else(|| share().map(|share| share.join("volley")))
     }
 }
 
@@ -64,13 +55,7 @@ pub struct NatsArgs {
     )]
     pub url: String,
     /// User.
-    #[arg(
-        id = "nats_user",
-        long = "nats-user",
-        env = "NATS_USER",
-        value_name = "NAME",
-        help_heading = "NATS"
-    )]
+    #[arg(id = "nats_user", long = "nats-user", env = "NATS_USER", value_name = "NAME", help_heading = "NATS")]
     pub user: Option<String>,
     /// Password. Other users of the host can read it in the list of processes; better the variable or a file.
     #[arg(
@@ -108,22 +93,10 @@ pub struct NatsArgs {
 #[derive(Debug, Clone, Args)]
 pub struct StoreArgs {
     /// The S3 endpoint. Default: AWS.
-    #[arg(
-        id = "s3_endpoint",
-        long = "s3-endpoint",
-        env = "VOLLEY_S3_ENDPOINT",
-        value_name = "URL",
-        help_heading = "S3"
-    )]
+    #[arg(id = "s3_endpoint", long = "s3-endpoint", env = "VOLLEY_S3_ENDPOINT", value_name = "URL", help_heading = "S3")]
     pub endpoint: Option<String>,
     /// The bucket.
-    #[arg(
-        id = "s3_bucket",
-        long = "s3-bucket",
-        env = "VOLLEY_S3_BUCKET",
-        value_name = "NAME",
-        help_heading = "S3"
-    )]
+    #[arg(id = "s3_bucket", long = "s3-bucket", env = "VOLLEY_S3_BUCKET", value_name = "NAME", help_heading = "S3")]
     pub bucket: String,
     /// The region to sign for.
     #[arg(
@@ -213,13 +186,7 @@ pub struct WorkerArgs {
     #[arg(long = "label", value_name = "KEY=VALUE", value_parser = units::pair)]
     pub labels: Vec<(String, String)>,
     /// Isolation tiers to offer. May be repeated.
-    #[arg(
-        long = "isolation",
-        env = "VOLLEY_ISOLATION",
-        value_delimiter = ',',
-        default_value = "process",
-        value_name = "TIER"
-    )]
+    #[arg(long = "isolation", env = "VOLLEY_ISOLATION", value_delimiter = ',', default_value = "process", value_name = "TIER")]
     pub isolation: Vec<String>,
     /// The user that tasks run as, `UID:GID`, when the worker runs as root. Default: the worker's own.
     #[arg(long, env = "VOLLEY_TASK_USER", value_name = "UID:GID", value_parser = user)]

@@ -70,49 +70,22 @@ impl SpecArgs {
     }
 }
 
-fn load(
-    text: Vec<u8>,
-    items_flag: Option<PathBuf>,
-    uploads: BTreeMap<String, PathBuf>,
-) -> Result<Loaded, CliError> {
+fn load(text: Vec<u8>, items_flag: Option<PathBuf>, uploads: BTreeMap<String, PathBuf>) -> Result<Loaded, CliError> {
     let bad = |problems| CliError::Sdk(Error::BadSpec(problems));
     if items_flag.is_none() && uploads.is_empty() {
         let job = parse_and_validate(&text, &Features::all()).map_err(bad)?;
-        return Ok(Loaded {
-            text,
-            job,
-            items: None,
-            uploads,
-            items_flag,
-        });
+        return Ok(Loaded { text, job, items: None, uploads, items_flag });
     }
     // Before anything is put in: doubled fields are gone from a Value.
     parse(&text).map_err(bad)?;
     if let Some(path) = &items_flag {
         std::fs::metadata(path).map_err(CliError::file(path, "read"))?;
     }
-    let ids: BTreeMap<&str, String> = uploads
-        .keys()
-        .map(|name| (name.as_str(), STAND_IN.to_owned()))
-        .collect();
-    let completed = complete(
-        &text,
-        items_flag.as_deref().map(|path| (path, STAND_IN)),
-        &ids,
-    )?;
+    let ids: BTreeMap<&str, String> = uploads.keys().map(|name| (name.as_str(), STAND_IN.to_owned())).collect();
+    let completed = complete(&text, items_flag.as_deref().map(|path| (path, STAND_IN)), &ids)?;
     let job = parse_and_validate(completed.text.as_bytes(), &Features::all()).map_err(bad)?;
-    let items = items_flag.clone().or_else(|| {
-        completed
-            .items_upload
-            .and_then(|name| uploads.get(&name).cloned())
-    });
-    Ok(Loaded {
-        text,
-        job,
-        items,
-        uploads,
-        items_flag,
-    })
+    let items = items_flag.clone().or_else(|| completed.items_upload.and_then(|name| uploads.get(&name).cloned()));
+    Ok(Loaded { text, job, items, uploads, items_flag })
 }
 
 impl Loaded {
@@ -140,15 +113,9 @@ impl Loaded {
 /// Uploads one file, with a progress line; gives its id.
 pub(crate) async fn upload(ctx: &Ctx, client: &Client, path: &Path) -> Result<String, CliError> {
     let bytes = std::fs::metadata(path).map(|meta| meta.len()).unwrap_or(0);
-    let transfer = Arc::new(Transfer::start(
-        ctx.out,
-        &format!("uploading {}", path.display()),
-        bytes,
-    ));
+    let transfer = Arc::new(Transfer::start(ctx.out, &format!("uploading {}", path.display()), bytes));
     let seen = transfer.clone();
-    let answer = client
-        .upload(path, Arc::new(move |bytes| seen.add(bytes)))
-        .await;
+    let answer = client.upload(path, Arc::new(move |bytes| seen.add(bytes))).await;
     transfer.end();
     Ok(answer?.id)
 }
@@ -173,13 +140,9 @@ struct Completed {
 }
 
 /// Puts the ids of uploads in their places.
-fn complete(
-    text: &[u8],
-    items: Option<(&Path, &str)>,
-    ids: &BTreeMap<&str, String>,
-) -> Result<Completed, CliError> {
-    let mut spec: Value = serde_json::from_slice(text)
-        .map_err(|error| CliError::Usage(format!("the spec is not JSON: {error}")))?;
+fn complete(text: &[u8], items: Option<(&Path, &str)>, ids: &BTreeMap<&str, String>) -> Result<Completed, CliError> {
+    let mut spec: Value =
+        serde_json::from_slice(text).map_err(|error| CliError::Usage(format!("the spec is not JSON: {error}")))?;
     let mut used = Vec::new();
     let mut items_upload = None;
     if let Value::Object(root) = &mut spec {
@@ -193,22 +156,12 @@ fn complete(
             }
         }
     }
-    match ids
-        .keys()
-        .find(|name| !used.iter().any(|used| used == *name))
-    {
+    match ids.keys().find(|name| !used.iter().any(|used| used == *name)) {
         Some(unused) => {
-            let places = format!(
-                "\"from\": \"upload:{unused}\" of an input, or \"upload\": \"{unused}\" of the items"
-            );
-            Err(CliError::Usage(format!(
-                "--upload {unused}=… has no place: the spec nowhere says {places}"
-            )))
+            let places = format!("\"from\": \"upload:{unused}\" of an input, or \"upload\": \"{unused}\" of the items");
+            Err(CliError::Usage(format!("--upload {unused}=… has no place: the spec nowhere says {places}")))
         }
-        None => Ok(Completed {
-            text: spec.to_string(),
-            items_upload,
-        }),
+        None => Ok(Completed { text: spec.to_string(), items_upload }),
     }
 }
 
@@ -220,17 +173,13 @@ fn set_items(root: &mut Map<String, Value>, path: &Path, id: &str) -> Result<(),
     let Value::Object(items) = items else {
         return Ok(());
     };
-    let other = items.iter().find(|(key, value)| {
-        *key != "chunk" && !value.is_null() && !FILE_KINDS.contains(&key.as_str())
-    });
+    let other = items.iter().find(|(key, value)| *key != "chunk" && !value.is_null() && !FILE_KINDS.contains(&key.as_str()));
     if let Some((other, _)) = other {
         return Err(CliError::Usage(format!(
             "--items has no place: the spec fans out over `items.{other}` already; take that out"
         )));
     }
-    let said = FILE_KINDS
-        .into_iter()
-        .find(|kind| items.get(*kind).is_some_and(|value| !value.is_null()));
+    let said = FILE_KINDS.into_iter().find(|kind| items.get(*kind).is_some_and(|value| !value.is_null()));
     let kind = said.unwrap_or_else(|| kind_of(path));
     let source = items.entry(kind).or_insert_with(|| json!({}));
     if let Value::Object(source) = source {
@@ -241,11 +190,7 @@ fn set_items(root: &mut Map<String, Value>, path: &Path, id: &str) -> Result<(),
 }
 
 fn kind_of(path: &Path) -> &'static str {
-    let extension = path
-        .extension()
-        .and_then(|extension| extension.to_str())
-        .unwrap_or_default()
-        .to_ascii_lowercase();
+    let extension = path.extension().and_then(|extension| extension.to_str()).unwrap_or_default().to_ascii_lowercase();
     match extension.as_str() {
         "jsonl" | "ndjson" => "jsonl",
         "csv" => "csv",
@@ -261,9 +206,7 @@ fn name_uploads(
     items_upload: &mut Option<String>,
 ) {
     if let Some(Value::Object(items)) = part.get_mut("items") {
-        let sources = items
-            .iter_mut()
-            .filter(|(kind, _)| FILE_KINDS.contains(&kind.as_str()));
+        let sources = items.iter_mut().filter(|(kind, _)| FILE_KINDS.contains(&kind.as_str()));
         for source in sources.filter_map(|(_, source)| source.get_mut("upload")) {
             if let Some(name) = source.as_str().map(ToOwned::to_owned)
                 && let Some(id) = ids.get(name.as_str())
@@ -274,19 +217,9 @@ fn name_uploads(
             }
         }
     }
-    let inputs = part
-        .get_mut("task")
-        .and_then(|task| task.get_mut("inputs"))
-        .and_then(Value::as_array_mut);
-    for from in inputs
-        .into_iter()
-        .flatten()
-        .filter_map(|input| input.get_mut("from"))
-    {
-        if let Some(name) = from
-            .as_str()
-            .and_then(|from| from.strip_prefix("upload:"))
-            .map(ToOwned::to_owned)
+    let inputs = part.get_mut("task").and_then(|task| task.get_mut("inputs")).and_then(Value::as_array_mut);
+    for from in inputs.into_iter().flatten().filter_map(|input| input.get_mut("from")) {
+        if let Some(name) = from.as_str().and_then(|from| from.strip_prefix("upload:")).map(ToOwned::to_owned)
             && let Some(id) = ids.get(name.as_str())
         {
             *from = json!(format!("upload:{id}"));
@@ -301,28 +234,18 @@ mod tests {
 
     fn spec(items: Value) -> Vec<u8> {
         let task = json!({ "isolation": "process", "command": "x ${item.a}", "inputs": [{ "from": "upload:tool", "path": "t" }] });
-        json!({ "version": "volley/v1", "name": "n", "items": items, "task": task })
-            .to_string()
-            .into_bytes()
+        json!({ "version": "volley/v1", "name": "n", "items": items, "task": task }).to_string().into_bytes()
     }
 
     fn completed(text: &[u8], items: Option<&str>, ids: &[(&str, &str)]) -> Result<Value, String> {
-        let ids = ids
-            .iter()
-            .map(|(name, id)| (*name, (*id).to_owned()))
-            .collect();
-        let completed = complete(text, items.map(|path| (Path::new(path), "u9")), &ids)
-            .map_err(|error| error.to_string())?;
+        let ids = ids.iter().map(|(name, id)| (*name, (*id).to_owned())).collect();
+        let completed = complete(text, items.map(|path| (Path::new(path), "u9")), &ids).map_err(|error| error.to_string())?;
         serde_json::from_str(&completed.text).map_err(|error| error.to_string())
     }
 
     #[test]
     fn names_of_uploads_become_their_ids() {
-        let got = completed(
-            &spec(json!({ "jsonl": { "upload": "data" } })),
-            None,
-            &[("data", "u1"), ("tool", "u2")],
-        );
+        let got = completed(&spec(json!({ "jsonl": { "upload": "data" } })), None, &[("data", "u1"), ("tool", "u2")]);
         let got = got.unwrap_or_else(|e| panic!("{e}"));
         assert_eq!(
             (&got["items"], &got["task"]["inputs"][0]["from"]),
@@ -338,28 +261,13 @@ mod tests {
 
     #[test]
     fn an_items_file_is_read_as_the_spec_says_or_as_its_name_does() {
-        let of =
-            |items, path| completed(&spec(items), Some(path), &[]).map(|got| got["items"].clone());
-        assert_eq!(
-            of(json!({}), "a.NDJSON"),
-            Ok(json!({ "jsonl": { "upload": "u9" } }))
-        );
-        assert_eq!(
-            of(json!({ "chunk": 3 }), "a.csv"),
-            Ok(json!({ "chunk": 3, "csv": { "upload": "u9" } }))
-        );
-        assert_eq!(
-            of(json!({}), "list"),
-            Ok(json!({ "lines": { "upload": "u9" } }))
-        );
+        let of = |items, path| completed(&spec(items), Some(path), &[]).map(|got| got["items"].clone());
+        assert_eq!(of(json!({}), "a.NDJSON"), Ok(json!({ "jsonl": { "upload": "u9" } })));
+        assert_eq!(of(json!({ "chunk": 3 }), "a.csv"), Ok(json!({ "chunk": 3, "csv": { "upload": "u9" } })));
+        assert_eq!(of(json!({}), "list"), Ok(json!({ "lines": { "upload": "u9" } })));
         let said = json!({ "csv": { "s3": "s3://b/k", "delimiter": ";" } });
-        assert_eq!(
-            of(said, "data.txt"),
-            Ok(json!({ "csv": { "delimiter": ";", "upload": "u9" } }))
-        );
-        assert!(
-            of(json!({ "count": 3 }), "a.csv").is_err_and(|text| text.contains("`items.count`"))
-        );
+        assert_eq!(of(said, "data.txt"), Ok(json!({ "csv": { "delimiter": ";", "upload": "u9" } })));
+        assert!(of(json!({ "count": 3 }), "a.csv").is_err_and(|text| text.contains("`items.count`")));
     }
 
     #[test]
@@ -369,29 +277,12 @@ mod tests {
         let loaded = load(
             spec(json!({ "jsonl": { "upload": "data" } })),
             None,
-            [
-                ("data".to_owned(), dir.clone()),
-                ("tool".to_owned(), dir.clone()),
-            ]
-            .into(),
+            [("data".to_owned(), dir.clone()), ("tool".to_owned(), dir.clone())].into(),
         );
-        assert_eq!(
-            loaded.map(|loaded| loaded.items).ok(),
-            Some(Some(dir.clone()))
-        );
-        let missing = load(
-            spec(json!({})),
-            Some(PathBuf::from("/nowhere.csv")),
-            BTreeMap::new(),
-        );
+        assert_eq!(loaded.map(|loaded| loaded.items).ok(), Some(Some(dir.clone())));
+        let missing = load(spec(json!({})), Some(PathBuf::from("/nowhere.csv")), BTreeMap::new());
         assert!(missing.is_err_and(|error| error.exit().code() == 74));
-        let bad = load(
-            b"{ \"version\": \"volley/v1\", \"nme\": 1 }".to_vec(),
-            Some(dir),
-            BTreeMap::new(),
-        );
-        assert!(
-            bad.is_err_and(|error| error.exit().code() == 2 && error.to_string().contains("$.nme"))
-        );
+        let bad = load(b"{ \"version\": \"volley/v1\", \"nme\": 1 }".to_vec(), Some(dir), BTreeMap::new());
+        assert!(bad.is_err_and(|error| error.exit().code() == 2 && error.to_string().contains("$.nme")));
     }
 }

@@ -33,12 +33,7 @@ impl Summary {
     #[must_use]
     pub fn new(job: JobView, failures: Vec<Group>, rows_read: u64) -> Self {
         let exit_code = Exit::of_job(&job).code();
-        Self {
-            job,
-            failures,
-            rows_read,
-            exit_code,
-        }
+        Self { job, failures, rows_read, exit_code }
     }
 
     /// For people.
@@ -52,16 +47,9 @@ impl Summary {
         }
         let now = jiff::Timestamp::now();
         let took = units::span(Some(&job.submitted), job.ended.as_deref(), now);
-        text.push_str(&format!(
-            ", {} in {took}\n\n",
-            count(u64::from(counts.total), "task")
-        ));
+        text.push_str(&format!(", {} in {took}\n\n", count(u64::from(counts.total), "task")));
         let number = |number: u32| {
-            if number == 0 {
-                String::new()
-            } else {
-                number.to_string()
-            }
+            if number == 0 { String::new() } else { number.to_string() }
         };
         text.push_str(&fields(&[
             ("  succeeded", counts.succeeded.to_string()),
@@ -70,28 +58,16 @@ impl Summary {
             ("  cancelled", number(counts.cancelled)),
         ]));
         if !job.failures.is_empty() {
-            let rows = job
-                .failures
-                .iter()
-                .map(|(class, tasks)| vec![format!("  {class}"), tasks.to_string()])
-                .collect();
+            let rows = job.failures.iter().map(|(class, tasks)| vec![format!("  {class}"), tasks.to_string()]).collect();
             text.push_str(&format!("\n{}", table(&["  FAILURE CLASS", "TASKS"], rows)));
         }
         if !self.failures.is_empty() {
             let row = |group: &Group| {
                 let message = clean::line(&group.message, MESSAGE_CHARS);
-                vec![
-                    format!("  {}", group.tasks),
-                    group.class.clone(),
-                    group.first.to_string(),
-                    message,
-                ]
+                vec![format!("  {}", group.tasks), group.class.clone(), group.first.to_string(), message]
             };
             let rows = self.failures.iter().map(row).collect();
-            text.push_str(&format!(
-                "\n{}",
-                table(&["  TASKS", "CLASS", "FIRST", "MESSAGE"], rows)
-            ));
+            text.push_str(&format!("\n{}", table(&["  TASKS", "CLASS", "FIRST", "MESSAGE"], rows)));
             if self.rows_read < u64::from(counts.total) {
                 text.push_str(&format!("  (of the first {} results)\n", self.rows_read));
             }
@@ -122,10 +98,7 @@ pub fn state(job: &JobView) -> String {
 /// The word that a value of the API has in JSON.
 #[must_use]
 pub fn word<T: Serialize>(value: &T) -> String {
-    serde_json::to_value(value)
-        .ok()
-        .and_then(|value| value.as_str().map(ToOwned::to_owned))
-        .unwrap_or_default()
+    serde_json::to_value(value).ok().and_then(|value| value.as_str().map(ToOwned::to_owned)).unwrap_or_default()
 }
 
 #[cfg(test)]
@@ -137,18 +110,8 @@ mod tests {
 
     #[test]
     fn the_summary_says_what_where_and_what_next() {
-        let counts = TaskCounts {
-            total: 4,
-            succeeded: 2,
-            failed: 2,
-            ..TaskCounts::default()
-        };
-        let group = Group {
-            class: "exit_code".into(),
-            message: "exit code 1".into(),
-            tasks: 2,
-            first: 3,
-        };
+        let counts = TaskCounts { total: 4, succeeded: 2, failed: 2, ..TaskCounts::default() };
+        let group = Group { class: "exit_code".into(), message: "exit code 1".into(), tasks: 2, first: 3 };
         let summary = Summary::new(job(JobState::Failed, counts, Some(1)), vec![group], 4);
         assert_eq!(
             summary.text(),

@@ -8,9 +8,7 @@ use comfy_table::{ContentArrangement, Table, presets};
 #[must_use]
 pub fn table(header: &[&str], rows: Vec<Vec<String>>) -> String {
     let mut table = Table::new();
-    table
-        .load_style(presets::NOTHING)
-        .set_content_arrangement(ContentArrangement::Disabled);
+    table.load_style(presets::NOTHING).set_content_arrangement(ContentArrangement::Disabled);
     table.set_header(header.to_vec());
     table.add_rows(rows);
     for column in table.column_iter_mut() {
@@ -22,15 +20,9 @@ pub fn table(header: &[&str], rows: Vec<Vec<String>>) -> String {
 /// Names with their values under each other; empty values are left out.
 #[must_use]
 pub fn fields(pairs: &[(&str, String)]) -> String {
-    let shown: Vec<&(&str, String)> = pairs
-        .iter()
-        .filter(|(_, value)| !value.is_empty())
-        .collect();
+    let shown: Vec<&(&str, String)> = pairs.iter().filter(|(_, value)| !value.is_empty()).collect();
     let width = shown.iter().map(|(name, _)| name.len()).max().unwrap_or(0);
-    shown
-        .iter()
-        .map(|(name, value)| format!("{name:width$}  {value}\n"))
-        .collect()
+    shown.iter().map(|(name, value)| format!("{name:width$}  {value}\n")).collect()
 }
 
 /// A number with its noun: `1 task`, `2 tasks`.
@@ -45,24 +37,14 @@ mod tests {
 
     #[test]
     fn columns_stand_under_each_other() {
-        let rows = vec![
-            vec!["j7".into(), "a longer name".into()],
-            vec!["j1042".into(), "b".into()],
-        ];
-        assert_eq!(
-            table(&["JOB", "NAME"], rows),
-            "JOB    NAME\nj7     a longer name\nj1042  b\n"
-        );
+        let rows = vec![vec!["j7".into(), "a longer name".into()], vec!["j1042".into(), "b".into()]];
+        assert_eq!(table(&["JOB", "NAME"], rows), "JOB    NAME\nj7     a longer name\nj1042  b\n");
     }
 
     #[test]
     fn fields_without_a_value_are_left_out() {
         assert_eq!(
-            fields(&[
-                ("job", "j7".into()),
-                ("reason", String::new()),
-                ("priority", "0".into())
-            ]),
+            fields(&[("job", "j7".into()), ("reason", String::new()), ("priority", "0".into())]),
             "job       j7\npriority  0\n"
         );
     }

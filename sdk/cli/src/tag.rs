@@ -17,10 +17,7 @@ impl Tagger {
     /// Takes what a task wrote to a stream; gives the lines that are whole now.
     pub fn feed(&mut self, index: u32, stream: &str, bytes: &[u8]) -> Vec<u8> {
         let mut out = Vec::new();
-        let mut held = self
-            .held
-            .remove(&(index, stream.to_owned()))
-            .unwrap_or_default();
+        let mut held = self.held.remove(&(index, stream.to_owned())).unwrap_or_default();
         held.extend_from_slice(bytes);
         while let Some(at) = held.iter().position(|b| *b == b'\n') {
             let rest = held.split_off(at + 1);
@@ -51,11 +48,7 @@ impl Tagger {
 
 fn tagged(index: u32, stream: &str, line: &[u8], out: &mut Vec<u8>) {
     // Most output is stdout: the tag says so only where it isn't.
-    let tag = if stream == "stderr" {
-        format!("[{index} err] ")
-    } else {
-        format!("[{index}] ")
-    };
+    let tag = if stream == "stderr" { format!("[{index} err] ") } else { format!("[{index}] ") };
     out.extend_from_slice(tag.as_bytes());
     out.extend_from_slice(line);
 }
@@ -71,10 +64,7 @@ mod tests {
         out.extend(tagger.feed(5, "stderr", b"oops\n"));
         out.extend(tagger.feed(3, "stdout", b"o\nthree"));
         out.extend(tagger.end());
-        assert_eq!(
-            String::from_utf8_lossy(&out),
-            "[3] one\n[5 err] oops\n[3] two\n[3] three\n"
-        );
+        assert_eq!(String::from_utf8_lossy(&out), "[3] one\n[5 err] oops\n[3] two\n[3] three\n");
     }
 
     #[test]

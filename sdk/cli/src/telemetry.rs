@@ -26,9 +26,7 @@ use tracing_subscriber::{EnvFilter, Layer as _};
 #[derive(Debug, thiserror::Error)]
 pub enum TelemetryError {
     /// A filter that isn't one.
-    #[error(
-        "{variable}={value:?} is no log filter: {why}; one looks like info or volley_worker=debug,warn"
-    )]
+    #[error("{variable}={value:?} is no log filter: {why}; one looks like info or volley_worker=debug,warn")]
     Filter {
         /// Which variable.
         variable: &'static str,
@@ -70,38 +68,28 @@ impl Telemetry {
 /// [`TelemetryError`] names the variable.
 pub fn init(service: &'static str) -> Result<Telemetry, TelemetryError> {
     let var = |name: &'static str| std::env::var(name).ok().filter(|value| !value.is_empty());
-    let given = ["VOLLEY_LOG", "RUST_LOG"]
-        .into_iter()
-        .find_map(|name| Some((name, var(name)?)));
+    let given = ["VOLLEY_LOG", "RUST_LOG"].into_iter().find_map(|name| Some((name, var(name)?)));
     let (variable, text) = given.unwrap_or(("VOLLEY_LOG", "info".to_owned()));
     let filter = filter(variable, &text)?;
     let traces = tracer(service, &var)?;
-    let spans = traces
-        .as_ref()
-        .map(|traces| tracing_opentelemetry::layer().with_tracer(traces.tracer("volley")));
-    let lines = tracing_subscriber::fmt::layer()
-        .with_writer(io::stderr)
-        .with_ansi(io::stderr().is_terminal());
+    let spans = traces.as_ref().map(|traces| tracing_opentelemetry::layer().with_tracer(traces.tracer("volley")));
+    let lines = tracing_subscriber::fmt::layer().with_writer(io::stderr).with_ansi(io::stderr().is_terminal());
     let lines = match var("VOLLEY_LOG_FORMAT").as_deref() {
         None | Some("text") => lines.boxed(),
         Some("json") => lines.json().flatten_event(true).boxed(),
         Some(other) => return Err(TelemetryError::Format(other.to_owned())),
     };
     let registry = tracing_subscriber::registry().with(lines.and_then(spans).with_filter(filter));
-    registry
-        .try_init()
-        .map_err(|error| TelemetryError::Twice(error.to_string()))?;
+    registry.try_init().map_err(|error| TelemetryError::Twice(error.to_string()))?;
     Ok(Telemetry { traces })
 }
 
 fn filter(variable: &'static str, text: &str) -> Result<EnvFilter, TelemetryError> {
-    EnvFilter::builder()
-        .parse(text)
-        .map_err(|error| TelemetryError::Filter {
-            variable,
-            value: text.to_owned(),
-            why: error.to_string(),
-        })
+    EnvFilter::builder().parse(text).map_err(|error| TelemetryError::Filter {
+        variable,
+        value: text.to_owned(),
+        why: error.to_string(),
+    })
 }
 
 fn tracer(
@@ -109,8 +97,7 @@ fn tracer(
     var: &dyn Fn(&'static str) -> Option<String>,
 ) -> Result<Option<SdkTracerProvider>, TelemetryError> {
     let disabled = var("OTEL_SDK_DISABLED").is_some_and(|value| value.eq_ignore_ascii_case("true"));
-    let endpoint =
-        var("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT").or_else(|| var("OTEL_EXPORTER_OTLP_ENDPOINT"));
+    let endpoint = var("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT").or_else(|| var("OTEL_EXPORTER_OTLP_ENDPOINT"));
     let (Some(endpoint), false) = (endpoint, disabled) else {
         return Ok(None);
     };
@@ -128,10 +115,8 @@ fn tracer(
         Some(_) => Resource::builder().build(),
         None => Resource::builder().with_service_name(service).build(),
     };
-    let provider = SdkTracerProvider::builder()
-        .with_batch_exporter(OnRuntime { exporter, runtime })
-        .with_resource(resource)
-        .build();
+    let provider =
+        SdkTracerProvider::builder().with_batch_exporter(OnRuntime { exporter, runtime }).with_resource(resource).build();
     Ok(Some(provider))
 }
 
@@ -173,14 +158,8 @@ mod tests {
 
     #[test]
     fn a_filter_that_is_none_is_named() {
-        let error = filter("VOLLEY_LOG", "volley=loud")
-            .err()
-            .map(|error| error.to_string())
-            .unwrap_or_default();
-        assert!(
-            error.starts_with("VOLLEY_LOG=\"volley=loud\" is no log filter"),
-            "{error}"
-        );
+        let error = filter("VOLLEY_LOG", "volley=loud").err().map(|error| error.to_string()).unwrap_or_default();
+        assert!(error.starts_with("VOLLEY_LOG=\"volley=loud\" is no log filter"), "{error}");
         assert!(filter("VOLLEY_LOG", "volley_worker=debug,warn").is_ok());
     }
 
@@ -198,10 +177,7 @@ mod tests {
     #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
     async fn spans_arrive_from_a_thread_without_a_runtime() {
         let listener = std::net::TcpListener::bind("127.0.0.1:0").expect("a free port");
-        let url = format!(
-            "http://{}/v1/traces",
-            listener.local_addr().expect("an address")
-        );
+        let url = format!("http://{}/v1/traces", listener.local_addr().expect("an address"));
         let received = std::thread::spawn(move || {
             let (mut socket, _) = listener.accept().expect("a connection");
             let mut bytes = vec![0; 65_536];
@@ -209,27 +185,14 @@ mod tests {
             while !String::from_utf8_lossy(&bytes[..length]).contains("a-span") {
                 length += socket.read(&mut bytes[length..]).expect("a request");
             }
-            socket
-                .write_all(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
-                .expect("an answer");
+            socket.write_all(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n").expect("an answer");
         });
         let client = volley_sdk::http_client_for(&url).expect("a client");
-        let exporter = opentelemetry_otlp::SpanExporter::builder()
-            .with_http()
-            .with_http_client(client)
-            .with_endpoint(url)
-            .build();
-        let exporter = OnRuntime {
-            exporter: exporter.expect("an exporter"),
-            runtime: Handle::current(),
-        };
-        let provider = SdkTracerProvider::builder()
-            .with_batch_exporter(exporter)
-            .build();
+        let exporter = opentelemetry_otlp::SpanExporter::builder().with_http().with_http_client(client).with_endpoint(url).build();
+        let exporter = OnRuntime { exporter: exporter.expect("an exporter"), runtime: Handle::current() };
+        let provider = SdkTracerProvider::builder().with_batch_exporter(exporter).build();
         provider.tracer("t").start("a-span").end();
-        let flushed = tokio::task::spawn_blocking(move || provider.shutdown())
-            .await
-            .expect("a flush");
+        let flushed = tokio::task::spawn_blocking(move || provider.shutdown()).await.expect("a flush");
         assert!(flushed.is_ok(), "{flushed:?}");
         received.join().expect("a span");
     }

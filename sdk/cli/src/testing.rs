@@ -26,11 +26,7 @@ pub fn job(state: JobState, tasks: TaskCounts, exit_code: Option<u8>) -> JobView
 pub fn row(index: u32, class: Option<FailureClass>, message: Option<&str>) -> ResultRow {
     ResultRow {
         index,
-        state: if class.is_some() {
-            TaskState::Failed
-        } else {
-            TaskState::Succeeded
-        },
+        state: if class.is_some() { TaskState::Failed } else { TaskState::Succeeded },
         class,
         valid: true,
         code: class.map(|_| 1),

@@ -36,21 +36,13 @@ pub fn bytes(bytes: u64) -> String {
         value /= 1024.0;
         unit = larger;
     }
-    if value < 10.0 {
-        format!("{value:.1} {unit}")
-    } else {
-        format!("{value:.0} {unit}")
-    }
+    if value < 10.0 { format!("{value:.1} {unit}") } else { format!("{value:.0} {unit}") }
 }
 
 /// Thousandths of a core as cores: `0.5`, `8`.
 #[must_use]
 pub fn cores(milli: u32) -> String {
-    if milli.is_multiple_of(1_000) {
-        (milli / 1_000).to_string()
-    } else {
-        format!("{:.1}", f64::from(milli) / 1_000.0)
-    }
+    if milli.is_multiple_of(1_000) { (milli / 1_000).to_string() } else { format!("{:.1}", f64::from(milli) / 1_000.0) }
 }
 
 /// How long ago an RFC 3339 instant was; the text itself when it isn't one.
@@ -69,9 +61,7 @@ pub fn span(from: Option<&str>, to: Option<&str>, now: Timestamp) -> String {
 fn between(from: &str, to: Timestamp) -> Option<String> {
     let from: Timestamp = from.parse().ok()?;
     // A clock that is behind the cluster's shows 0, not a negative age.
-    Some(time(
-        u64::try_from(to.as_millisecond().saturating_sub(from.as_millisecond())).unwrap_or(0),
-    ))
+    Some(time(u64::try_from(to.as_millisecond().saturating_sub(from.as_millisecond())).unwrap_or(0)))
 }
 
 /// Reads an argument as a spec would: durations, sizes, cores.
@@ -79,8 +69,7 @@ fn between(from: &str, to: Timestamp) -> Option<String> {
 /// # Errors
 /// What is allowed.
 pub fn scalar<T: Scalar>(text: &str) -> Result<T, String> {
-    T::read(&serde_json::Value::String(text.to_owned()))
-        .map_err(|error| format!("{error}; allowed: {}", T::ALLOWED))
+    T::read(&serde_json::Value::String(text.to_owned())).map_err(|error| format!("{error}; allowed: {}", T::ALLOWED))
 }
 
 /// Reads `key=value`.
@@ -102,56 +91,32 @@ mod tests {
 
     #[test]
     fn times_have_two_units_at_most() {
-        let got: Vec<String> = [0, 340, 4_250, 59_999, 65_000, 7_800_000, 273_600_000]
-            .into_iter()
-            .map(time)
-            .collect();
-        assert_eq!(
-            got,
-            ["0ms", "340ms", "4.2s", "59s", "1m05s", "2h10m", "3d4h"]
-        );
+        let got: Vec<String> = [0, 340, 4_250, 59_999, 65_000, 7_800_000, 273_600_000].into_iter().map(time).collect();
+        assert_eq!(got, ["0ms", "340ms", "4.2s", "59s", "1m05s", "2h10m", "3d4h"]);
     }
 
     #[test]
     fn sizes_keep_a_digit() {
-        let got: Vec<String> = [0, 1023, 1536, 20 << 30, u64::MAX]
-            .into_iter()
-            .map(bytes)
-            .collect();
+        let got: Vec<String> = [0, 1023, 1536, 20 << 30, u64::MAX].into_iter().map(bytes).collect();
         assert_eq!(got, ["0 B", "1023 B", "1.5 KiB", "20 GiB", "16384 PiB"]);
-        assert_eq!(
-            (cores(500), cores(8_000)),
-            ("0.5".to_owned(), "8".to_owned())
-        );
+        assert_eq!((cores(500), cores(8_000)), ("0.5".to_owned(), "8".to_owned()));
     }
 
     #[test]
     fn ages_are_never_negative_and_spans_end_now_when_they_have_not_ended() {
-        let now: Timestamp = "2026-01-01T00:01:05Z"
-            .parse()
-            .unwrap_or_else(|e| panic!("{e}"));
+        let now: Timestamp = "2026-01-01T00:01:05Z".parse().unwrap_or_else(|e| panic!("{e}"));
         assert_eq!(age("2026-01-01T00:00:00Z", now), "1m05s");
         assert_eq!(age("2026-01-02T00:00:00Z", now), "0ms");
         assert_eq!(age("?", now), "?");
         assert_eq!(span(Some("2026-01-01T00:00:00Z"), None, now), "1m05s");
-        assert_eq!(
-            span(
-                Some("2026-01-01T00:00:00Z"),
-                Some("2026-01-01T00:00:02Z"),
-                now
-            ),
-            "2.0s"
-        );
+        assert_eq!(span(Some("2026-01-01T00:00:00Z"), Some("2026-01-01T00:00:02Z"), now), "2.0s");
         assert_eq!(span(None, None, now), "");
     }
 
     #[test]
     fn arguments_are_read_as_specs_are() {
         assert_eq!(scalar::<DurationMs>("1h30m").map(|d| d.0), Ok(5_400_000));
-        assert!(
-            scalar::<ByteSize>("5")
-                .is_err_and(|text| text.contains("allowed: a number and a unit"))
-        );
+        assert!(scalar::<ByteSize>("5").is_err_and(|text| text.contains("allowed: a number and a unit")));
         assert_eq!(pair("a=b=c"), Ok(("a".into(), "b=c".into())));
         assert!(pair("=b").is_err() && pair("a").is_err());
     }

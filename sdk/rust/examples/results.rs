@@ -23,16 +23,8 @@ async fn main() -> Result<(), Error> {
     while let Some(row) = results.next().await {
         let row = row?;
         match row.state {
-            TaskState::Succeeded => println!(
-                "{:>3}  {}",
-                row.index,
-                row.stdout_tail.unwrap_or_default().trim_end()
-            ),
-            _ => println!(
-                "{:>3}  failed: {}",
-                row.index,
-                row.message.unwrap_or_default()
-            ),
+            TaskState::Succeeded => println!("{:>3}  {}", row.index, row.stdout_tail.unwrap_or_default().trim_end()),
+            _ => println!("{:>3}  failed: {}", row.index, row.message.unwrap_or_default()),
         }
     }
     println!("ended as {:?}", client.job(submitted.job).await?.state);

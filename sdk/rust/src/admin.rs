@@ -2,12 +2,11 @@
 //!
 //! Owns these requests; most need an operator's token.
 
-use volley_jobspecs::api::{TenantRequest, TokenAnswer, TokenRequest, WorkerView};
+use volley_jobspecs::api::{ClusterView, TenantRequest, TenantView, TokenAnswer, TokenRequest, WorkerView};
 
 use crate::client::Client;
 use crate::error::Error;
 use crate::http::Call;
-use crate::model::ClusterView;
 
 impl Client {
     /// What the cluster is and how it stands.
@@ -15,8 +14,7 @@ impl Client {
     /// # Errors
     /// What the cluster refused, or no connection.
     pub async fn cluster(&self) -> Result<ClusterView, Error> {
-        self.json(&Call::get(&["cluster"], "read the cluster's state"))
-            .await
+        self.json(&Call::get(&["cluster"], "read the cluster's state")).await
     }
 
     /// Every worker the cluster knows.
@@ -24,8 +22,7 @@ impl Client {
     /// # Errors
     /// What the cluster refused, or no connection.
     pub async fn workers(&self) -> Result<Vec<WorkerView>, Error> {
-        self.json(&Call::get(&["workers"], "list the workers"))
-            .await
+        self.json(&Call::get(&["workers"], "list the workers")).await
     }
 
     /// Gives a worker nothing more to do; what it runs goes on.
@@ -33,11 +30,7 @@ impl Client {
     /// # Errors
     /// Code `not_found`, or `forbidden` without an operator's token.
     pub async fn drain(&self, worker: &str) -> Result<(), Error> {
-        self.done(&Call::post(
-            &["workers", worker, "drain"],
-            format!("drain the worker {worker}"),
-        ))
-        .await
+        self.done(&Call::post(&["workers", worker, "drain"], format!("drain the worker {worker}"))).await
     }
 
     /// Gives a drained or quarantined worker tasks again.
@@ -45,31 +38,23 @@ impl Client {
     /// # Errors
     /// As [`Client::drain`].
     pub async fn resume_worker(&self, worker: &str) -> Result<(), Error> {
-        self.done(&Call::post(
-            &["workers", worker, "resume"],
-            format!("resume the worker {worker}"),
-        ))
-        .await
+        self.done(&Call::post(&["workers", worker, "resume"], format!("resume the worker {worker}"))).await
     }
 
     /// Makes a tenant, or changes its limits.
     ///
     /// # Errors
     /// Code `forbidden` without an operator's token.
-    pub async fn put_tenant(&self, tenant: &TenantRequest) -> Result<(), Error> {
-        self.done(
-            &Call::post(&["tenants"], format!("set the tenant {}", tenant.tenant)).json(tenant),
-        )
-        .await
+    pub async fn put_tenant(&self, tenant: &TenantRequest) -> Result<TenantView, Error> {
+        self.json(&Call::post(&["tenants"], format!("set the tenant {}", tenant.tenant)).json(tenant)).await
     }
 
     /// Every tenant with its limits.
     ///
     /// # Errors
     /// Code `forbidden` without an operator's token.
-    pub async fn tenants(&self) -> Result<Vec<TenantRequest>, Error> {
-        self.json(&Call::get(&["tenants"], "list the tenants"))
-            .await
+    pub async fn tenants(&self) -> Result<Vec<TenantView>, Error> {
+        self.json(&Call::get(&["tenants"], "list the tenants")).await
     }
 
     /// Makes a token. Its secret is in this answer only.
@@ -78,15 +63,7 @@ impl Client {
     /// Code `forbidden` without an operator's token.
     pub async fn create_token(&self, request: &TokenRequest) -> Result<TokenAnswer, Error> {
         // A second one would be a secret nobody holds.
-        self.json(
-            &Call::post(
-                &["tokens"],
-                format!("create a token for {}", request.tenant),
-            )
-            .json(request)
-            .once(),
-        )
-        .await
+        self.json(&Call::post(&["tokens"], format!("create a token for {}", request.tenant)).json(request).once()).await
     }
 
     /// Makes a token worthless.
@@ -94,10 +71,6 @@ impl Client {
     /// # Errors
     /// Code `not_found`, or `forbidden` without an operator's token.
     pub async fn revoke_token(&self, id: &str) -> Result<(), Error> {
-        self.done(&Call::delete(
-            &["tokens", id],
-            format!("revoke the token {id}"),
-        ))
-        .await
+        self.done(&Call::delete(&["tokens", id], format!("revoke the token {id}"))).await
     }
 }

@@ -41,9 +41,7 @@ pub(crate) struct Shared {
 impl fmt::Debug for Client {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let endpoints: Vec<&str> = self.shared.endpoints.iter().map(Url::as_str).collect();
-        f.debug_struct("Client")
-            .field("endpoints", &endpoints)
-            .finish_non_exhaustive()
+        f.debug_struct("Client").field("endpoints", &endpoints).finish_non_exhaustive()
     }
 }
 
@@ -53,27 +51,13 @@ impl Client {
     /// # Errors
     /// [`Error::Setting`] when an address, the token or the system's certificates can't be used.
     pub fn new(config: Config) -> Result<Self, Error> {
-        let endpoints = config
-            .endpoints
-            .iter()
-            .map(|text| endpoint(text))
-            .collect::<Result<Vec<Url>, Error>>()?;
+        let endpoints = config.endpoints.iter().map(|text| endpoint(text)).collect::<Result<Vec<Url>, Error>>()?;
         if endpoints.is_empty() {
-            return Err(Error::Setting {
-                setting: "VOLLEY_URL".into(),
-                why: "it names no address".into(),
-            });
+            return Err(Error::Setting { setting: "VOLLEY_URL".into(), why: "it names no address".into() });
         }
-        if config
-            .token
-            .as_ref()
-            .is_some_and(|token| !token.bytes().all(|b| b.is_ascii_graphic()))
-        {
+        if config.token.as_ref().is_some_and(|token| !token.bytes().all(|b| b.is_ascii_graphic())) {
             let why = "a token has no spaces or line feeds in it; one looks like vt_…".into();
-            return Err(Error::Setting {
-                setting: "the token".into(),
-                why,
-            });
+            return Err(Error::Setting { setting: "the token".into(), why });
         }
         let shared = Shared {
             http: connections(&endpoints)?,
@@ -85,9 +69,7 @@ impl Client {
             on_retry: config.on_retry,
             sequence: AtomicU64::new(0),
         };
-        Ok(Self {
-            shared: Arc::new(shared),
-        })
+        Ok(Self { shared: Arc::new(shared) })
     }
 
     /// A client of the cluster that the environment or the cluster file names.
@@ -101,10 +83,7 @@ impl Client {
     /// The address in use.
     #[must_use]
     pub fn endpoint(&self) -> String {
-        self.endpoint_url()
-            .as_str()
-            .trim_end_matches('/')
-            .to_owned()
+        self.endpoint_url().as_str().trim_end_matches('/').to_owned()
     }
 
     /// Highest log sequence that any answer so far reflected. Every request asks to be answered from at least there.
@@ -129,27 +108,16 @@ impl Client {
         let turn = self.shared.turn.load(Ordering::Relaxed);
         if &self.shared.endpoints[turn % self.shared.endpoints.len()] == failed {
             // Losing this race means somebody else went on, which is as good.
-            let _ = self.shared.turn.compare_exchange(
-                turn,
-                turn.wrapping_add(1),
-                Ordering::Relaxed,
-                Ordering::Relaxed,
-            );
+            let _ = self.shared.turn.compare_exchange(turn, turn.wrapping_add(1), Ordering::Relaxed, Ordering::Relaxed);
         }
     }
 }
 
 fn endpoint(text: &str) -> Result<Url, Error> {
-    let bad = |why: String| Error::Setting {
-        setting: format!("the cluster's address {text:?}"),
-        why,
-    };
-    let url = Url::parse(text)
-        .map_err(|error| bad(format!("{error}; one looks like http://127.0.0.1:7800")))?;
+    let bad = |why: String| Error::Setting { setting: format!("the cluster's address {text:?}"), why };
+    let url = Url::parse(text).map_err(|error| bad(format!("{error}; one looks like http://127.0.0.1:7800")))?;
     if !matches!(url.scheme(), "http" | "https") || url.host_str().is_none() {
-        return Err(bad(
-            "it should begin with http:// or https:// and a host".into()
-        ));
+        return Err(bad("it should begin with http:// or https:// and a host".into()));
     }
     Ok(url)
 }
@@ -173,10 +141,7 @@ fn connections(endpoints: &[Url]) -> Result<reqwest::Client, Error> {
     }
     builder.build().map_err(|error| Error::Setting {
         setting: "TLS".into(),
-        why: format!(
-            "{}; install the package ca-certificates",
-            root_cause(&error)
-        ),
+        why: format!("{}; install the package ca-certificates", root_cause(&error)),
     })
 }
 
@@ -191,11 +156,7 @@ pub fn http_client_for(url: &str) -> Result<reqwest::Client, Error> {
 
 fn is_loopback(url: &Url) -> bool {
     let host = url.host_str().unwrap_or_default();
-    host == "localhost"
-        || host
-            .trim_matches(['[', ']'])
-            .parse::<std::net::IpAddr>()
-            .is_ok_and(|ip| ip.is_loopback())
+    host == "localhost" || host.trim_matches(['[', ']']).parse::<std::net::IpAddr>().is_ok_and(|ip| ip.is_loopback())
 }
 
 #[cfg(test)]
@@ -203,20 +164,14 @@ mod tests {
     use super::*;
 
     fn client(endpoints: &[&str]) -> Result<Client, Error> {
-        Client::new(Config::new(
-            endpoints.iter().map(ToString::to_string).collect(),
-            Some("vt_a_b".into()),
-        ))
+        Client::new(Config::new(endpoints.iter().map(ToString::to_string).collect(), Some("vt_a_b".into())))
     }
 
     #[test]
     fn addresses_that_can_not_be_one_are_refused_by_name() {
         for bad in ["", "127.0.0.1:7800", "ftp://a", "http://"] {
             let refused = client(&[bad]);
-            assert!(
-                matches!(refused, Err(Error::Setting { .. })),
-                "{bad}: {refused:?}"
-            );
+            assert!(matches!(refused, Err(Error::Setting { .. })), "{bad}: {refused:?}");
         }
         assert!(client(&[]).is_err());
         let token = Client::new(Config::new(vec!["http://a".into()], Some("a b".into())));
@@ -225,8 +180,7 @@ mod tests {
 
     #[test]
     fn an_endpoint_is_left_once_however_many_requests_failed_on_it() {
-        let client = client(&["http://127.0.0.1:1", "http://127.0.0.1:2", "http://[::1]:3"])
-            .unwrap_or_else(|e| panic!("{e}"));
+        let client = client(&["http://127.0.0.1:1", "http://127.0.0.1:2", "http://[::1]:3"]).unwrap_or_else(|e| panic!("{e}"));
         let first = client.endpoint_url().clone();
         client.leave_endpoint(&first);
         client.leave_endpoint(&first);

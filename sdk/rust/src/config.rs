@@ -87,11 +87,7 @@ impl Given {
     #[must_use]
     pub fn from_env() -> Self {
         let var = |name: &str| std::env::var(name).ok().filter(|value| !value.is_empty());
-        Self {
-            url: var("VOLLEY_URL"),
-            token: var("VOLLEY_TOKEN"),
-            file: var("VOLLEY_CONFIG").map(PathBuf::from),
-        }
+        Self { url: var("VOLLEY_URL"), token: var("VOLLEY_TOKEN"), file: var("VOLLEY_CONFIG").map(PathBuf::from) }
     }
 }
 
@@ -99,13 +95,7 @@ impl Config {
     /// A client of these coordinators.
     #[must_use]
     pub fn new(endpoints: Vec<String>, token: Option<String>) -> Self {
-        Self {
-            endpoints,
-            token,
-            tenant: None,
-            retry: Retry::default(),
-            on_retry: None,
-        }
+        Self { endpoints, token, tenant: None, retry: Retry::default(), on_retry: None }
     }
 
     /// What the environment and the cluster file say.
@@ -125,31 +115,19 @@ impl Config {
             return Ok(Self::new(split(url), given.token));
         }
         let named = given.file.is_some();
-        let path = given
-            .file
-            .or_else(ClusterFile::default_path)
-            .unwrap_or_else(|| PathBuf::from("cluster.json"));
+        let path = given.file.or_else(ClusterFile::default_path).unwrap_or_else(|| PathBuf::from("cluster.json"));
         let file = match ClusterFile::load(&path) {
             Ok(file) => Some(file),
-            Err(Error::File { source, .. })
-                if source.kind() == io::ErrorKind::NotFound && !named =>
-            {
-                None
-            }
+            Err(Error::File { source, .. }) if source.kind() == io::ErrorKind::NotFound && !named => None,
             Err(error) => return Err(error),
         };
         match (given.url, file) {
             (None, None) => Err(Error::NoCluster { looked: path }),
-            (None, Some(file)) => Ok(Self::new(
-                split(&file.url),
-                given.token.or(Some(file.token)),
-            )),
+            (None, Some(file)) => Ok(Self::new(split(&file.url), given.token.or(Some(file.token)))),
             (Some(url), file) => {
                 let endpoints = split(&url);
                 // A token is a secret of one cluster: another address must not get to see it.
-                let own = file
-                    .filter(|file| split(&file.url) == endpoints)
-                    .map(|file| file.token);
+                let own = file.filter(|file| split(&file.url) == endpoints).map(|file| file.token);
                 Ok(Self::new(endpoints, given.token.or(own)))
             }
         }
@@ -157,10 +135,7 @@ impl Config {
 }
 
 fn split(urls: &str) -> Vec<String> {
-    urls.split(',')
-        .map(|url| url.trim().trim_end_matches('/').to_owned())
-        .filter(|url| !url.is_empty())
-        .collect()
+    urls.split(',').map(|url| url.trim().trim_end_matches('/').to_owned()).filter(|url| !url.is_empty()).collect()
 }
 
 /// The file that says where the cluster is. Readable for its owner only.
@@ -174,9 +149,7 @@ pub struct ClusterFile {
 
 impl fmt::Debug for ClusterFile {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("ClusterFile")
-            .field("url", &self.url)
-            .finish_non_exhaustive()
+        f.debug_struct("ClusterFile").field("url", &self.url).finish_non_exhaustive()
     }
 }
 
@@ -184,13 +157,8 @@ impl ClusterFile {
     /// Where the file lies when nobody says otherwise; none without a home directory.
     #[must_use]
     pub fn default_path() -> Option<PathBuf> {
-        let dir = |name: &str| {
-            std::env::var_os(name)
-                .filter(|value| !value.is_empty())
-                .map(PathBuf::from)
-        };
-        let config =
-            dir("XDG_CONFIG_HOME").or_else(|| dir("HOME").map(|home| home.join(".config")))?;
+        let dir = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
+        let config = dir("XDG_CONFIG_HOME").or_else(|| dir("HOME").map(|home| home.join(".config")))?;
         Some(config.join("volley").join("cluster.json"))
     }
 
@@ -199,11 +167,7 @@ impl ClusterFile {
     /// # Errors
     /// [`Error::File`] when it can't be read, [`Error::Setting`] when it isn't what it should be.
     pub fn load(path: &Path) -> Result<Self, Error> {
-        let file = |source| Error::File {
-            path: path.to_owned(),
-            doing: "read the cluster file",
-            source,
-        };
+        let file = |source| Error::File { path: path.to_owned(), doing: "read the cluster file", source };
         let bytes = std::fs::read(path).map_err(file)?;
         serde_json::from_slice(&bytes).map_err(|error| Error::Setting {
             setting: format!("the cluster file {}", path.display()),
@@ -216,18 +180,11 @@ impl ClusterFile {
     /// # Errors
     /// [`Error::File`].
     pub fn save(&self, path: &Path) -> Result<(), Error> {
-        let file = |doing| {
-            move |source| Error::File {
-                path: path.to_owned(),
-                doing,
-                source,
-            }
-        };
+        let file = |doing| move |source| Error::File { path: path.to_owned(), doing, source };
         if let Some(dir) = path.parent() {
             make_dir(dir).map_err(file("make the directory of"))?;
         }
-        let text = serde_json::to_vec_pretty(self)
-            .map_err(|error| file("write")(io::Error::other(error)))?;
+        let text = serde_json::to_vec_pretty(self).map_err(|error| file("write")(io::Error::other(error)))?;
         let part = path.with_extension(format!("{}.part", std::process::id()));
         let written = write_private(&part, &text).and_then(|()| std::fs::rename(&part, path));
         if written.is_err() {
@@ -240,19 +197,12 @@ impl ClusterFile {
 
 fn make_dir(dir: &Path) -> io::Result<()> {
     use std::os::unix::fs::DirBuilderExt as _;
-    std::fs::DirBuilder::new()
-        .recursive(true)
-        .mode(0o700)
-        .create(dir)
+    std::fs::DirBuilder::new().recursive(true).mode(0o700).create(dir)
 }
 
 fn write_private(path: &Path, bytes: &[u8]) -> io::Result<()> {
     use std::os::unix::fs::OpenOptionsExt as _;
-    let mut file = std::fs::OpenOptions::new()
-        .write(true)
-        .create_new(true)
-        .mode(0o600)
-        .open(path)?;
+    let mut file = std::fs::OpenOptions::new().write(true).create_new(true).mode(0o600).open(path)?;
     file.write_all(bytes)?;
     file.write_all(b"\n")?;
     file.sync_all()
@@ -266,63 +216,39 @@ mod tests {
 
     fn saved(dir: &Path) -> PathBuf {
         let path = dir.join("volley").join("cluster.json");
-        let file = ClusterFile {
-            url: "http://a:1".into(),
-            token: "vt_a_secret".into(),
-        };
+        let file = ClusterFile { url: "http://a:1".into(), token: "vt_a_secret".into() };
         file.save(&path).unwrap_or_else(|e| panic!("{e}"));
         path
     }
 
     fn resolve(url: Option<&str>, token: Option<&str>, file: &Path) -> Result<Config, Error> {
-        Config::resolve(Given {
-            url: url.map(Into::into),
-            token: token.map(Into::into),
-            file: Some(file.into()),
-        })
+        Config::resolve(Given { url: url.map(Into::into), token: token.map(Into::into), file: Some(file.into()) })
     }
 
     #[test]
     fn the_file_is_its_owners_alone_and_is_replaced_whole() {
         let dir = tempfile::tempdir().unwrap_or_else(|e| panic!("{e}"));
         let path = saved(dir.path());
-        let mode = std::fs::metadata(&path)
-            .map(|m| m.permissions().mode() & 0o777)
-            .ok();
+        let mode = std::fs::metadata(&path).map(|m| m.permissions().mode() & 0o777).ok();
         assert_eq!(mode, Some(0o600));
         saved(dir.path());
-        assert_eq!(
-            std::fs::read_dir(path.parent().unwrap_or(dir.path()))
-                .map(Iterator::count)
-                .ok(),
-            Some(1)
-        );
+        assert_eq!(std::fs::read_dir(path.parent().unwrap_or(dir.path())).map(Iterator::count).ok(), Some(1));
     }
 
     #[test]
     fn the_files_token_goes_to_the_files_address_only() {
         let dir = tempfile::tempdir().unwrap_or_else(|e| panic!("{e}"));
         let path = saved(dir.path());
-        let token = |url, token| {
-            resolve(url, token, &path)
-                .ok()
-                .and_then(|config| config.token)
-        };
+        let token = |url, token| resolve(url, token, &path).ok().and_then(|config| config.token);
         assert_eq!(token(None, None).as_deref(), Some("vt_a_secret"));
-        assert_eq!(
-            token(Some("http://a:1/"), None).as_deref(),
-            Some("vt_a_secret")
-        );
+        assert_eq!(token(Some("http://a:1/"), None).as_deref(), Some("vt_a_secret"));
         assert_eq!(token(Some("http://b:1"), None), None);
         assert_eq!(token(Some("http://b:1"), Some("t")).as_deref(), Some("t"));
     }
 
     #[test]
     fn several_addresses_are_separated_by_commas() {
-        assert_eq!(
-            split("http://a:1/, http://b:2,"),
-            ["http://a:1", "http://b:2"]
-        );
+        assert_eq!(split("http://a:1/, http://b:2,"), ["http://a:1", "http://b:2"]);
     }
 
     #[test]
@@ -332,19 +258,13 @@ mod tests {
         assert!(matches!(missing, Err(Error::File { .. })), "{missing:?}");
         let path = dir.path().join("bad");
         std::fs::write(&path, "{}").unwrap_or_else(|e| panic!("{e}"));
-        assert!(matches!(
-            resolve(None, None, &path),
-            Err(Error::Setting { .. })
-        ));
+        assert!(matches!(resolve(None, None, &path), Err(Error::Setting { .. })));
     }
 
     #[test]
     fn no_debug_text_shows_a_token() {
         let config = Config::new(vec![], Some("vt_a_secret".into()));
-        let file = ClusterFile {
-            url: String::new(),
-            token: "vt_a_secret".into(),
-        };
+        let file = ClusterFile { url: String::new(), token: "vt_a_secret".into() };
         assert!(!format!("{config:?} {file:?}").contains("secret"));
     }
 }

@@ -43,9 +43,7 @@ pub enum Error {
         source: reqwest::Error,
     },
     /// The connection broke before the whole answer was there.
-    #[error(
-        "the connection to {endpoint} broke while it was to {doing}: {why}; the request may have been carried out"
-    )]
+    #[error("the connection to {endpoint} broke while it was to {doing}: {why}; the request may have been carried out")]
     Broken {
         /// Where.
         endpoint: String,
@@ -55,9 +53,7 @@ pub enum Error {
         why: String,
     },
     /// No answer in time.
-    #[error(
-        "no answer from {endpoint} within {seconds} s to {doing}; the request may have been carried out"
-    )]
+    #[error("no answer from {endpoint} within {seconds} s to {doing}; the request may have been carried out")]
     Silent {
         /// Where.
         endpoint: String,
@@ -99,9 +95,7 @@ pub enum Error {
         source: io::Error,
     },
     /// A transferred file isn't the one it was meant to be.
-    #[error(
-        "{what} arrived changed: its SHA-256 is {found}, not {wanted}; nothing was kept, try again"
-    )]
+    #[error("{what} arrived changed: its SHA-256 is {found}, not {wanted}; nothing was kept, try again")]
     Checksum {
         /// Which file.
         what: String,
@@ -111,9 +105,7 @@ pub enum Error {
         found: String,
     },
     /// An output file's name would leave the directory it is fetched to.
-    #[error(
-        "the output {path:?} is not fetched: its name would leave the directory; read it with `volley outputs get --stdout`"
-    )]
+    #[error("the output {path:?} is not fetched: its name would leave the directory; read it with `volley outputs get --stdout`")]
     Path {
         /// Its name.
         path: String,
@@ -128,10 +120,7 @@ impl Error {
     #[must_use]
     pub fn is_retryable(&self) -> bool {
         match self {
-            Self::Unreachable { .. }
-            | Self::Broken { .. }
-            | Self::Silent { .. }
-            | Self::Checksum { .. } => true,
+            Self::Unreachable { .. } | Self::Broken { .. } | Self::Silent { .. } | Self::Checksum { .. } => true,
             Self::Refused { body, .. } => body.retryable,
             Self::NoCluster { .. }
             | Self::Setting { .. }
@@ -147,10 +136,7 @@ impl Error {
     #[must_use]
     pub fn is_undone(&self) -> bool {
         match self {
-            Self::Broken { .. }
-            | Self::Silent { .. }
-            | Self::Checksum { .. }
-            | Self::Unexpected { .. } => false,
+            Self::Broken { .. } | Self::Silent { .. } | Self::Checksum { .. } | Self::Unexpected { .. } => false,
             Self::Unreachable { source, .. } => source.is_connect(),
             Self::NoCluster { .. }
             | Self::Setting { .. }
@@ -194,23 +180,13 @@ impl Error {
     #[must_use]
     pub fn to_body(&self) -> ErrorBody {
         let problems = match self {
-            Self::BadSpec(problems) => problems
-                .0
-                .iter()
-                .map(|p| ProblemView {
-                    path: p.path.clone(),
-                    message: p.explanation(),
-                })
-                .collect(),
+            Self::BadSpec(problems) => {
+                problems.0.iter().map(|p| ProblemView { path: p.path.clone(), message: p.explanation() }).collect()
+            }
             Self::Refused { body, .. } => body.problems.clone(),
             _ => Vec::new(),
         };
-        ErrorBody {
-            code: self.code().to_owned(),
-            message: self.to_string(),
-            retryable: self.is_retryable(),
-            problems,
-        }
+        ErrorBody { code: self.code().to_owned(), message: self.to_string(), retryable: self.is_retryable(), problems }
     }
 }
 
@@ -228,17 +204,8 @@ mod tests {
     use super::*;
 
     fn refused(status: u16, code: &str, retryable: bool) -> Error {
-        let body = ErrorBody {
-            code: code.into(),
-            message: "m".into(),
-            retryable,
-            problems: Vec::new(),
-        };
-        Error::Refused {
-            status,
-            doing: "d".into(),
-            body,
-        }
+        let body = ErrorBody { code: code.into(), message: "m".into(), retryable, problems: Vec::new() };
+        Error::Refused { status, doing: "d".into(), body }
     }
 
     #[test]
@@ -251,16 +218,8 @@ mod tests {
 
     #[test]
     fn a_lost_answer_is_never_taken_for_a_request_that_was_not_carried_out() {
-        let broken = Error::Broken {
-            endpoint: "e".into(),
-            doing: "d".into(),
-            why: "w".into(),
-        };
-        let silent = Error::Silent {
-            endpoint: "e".into(),
-            doing: "d".into(),
-            seconds: 1,
-        };
+        let broken = Error::Broken { endpoint: "e".into(), doing: "d".into(), why: "w".into() };
+        let silent = Error::Silent { endpoint: "e".into(), doing: "d".into(), seconds: 1 };
         assert!(!broken.is_undone() && !silent.is_undone());
         assert!(refused(503, "overloaded", true).is_undone());
     }

@@ -121,27 +121,26 @@ impl Answer {
 
     /// The next bytes; `None` at the regular end.
     pub(crate) async fn chunk(&mut self) -> Result<Option<Bytes>, Error> {
-        match tokio::time::timeout(IDLE_MAX, self.response.chunk()).await {
+        match tokio::time::timeout(IDLE_MAX, self.chunk_some_time()).await {
+            Ok(chunk) => chunk,
             Err(_) => Err(silent(&self.endpoint, &self.doing, IDLE_MAX)),
-            Ok(Err(error)) => Err(self.broken(root_cause(&error))),
-            Ok(Ok(chunk)) => Ok(chunk),
+        }
+    }
+
+    /// The next bytes, however long they take; `None` at the regular end. A host that has gone is noticed by the system.
+    pub(crate) async fn chunk_some_time(&mut self) -> Result<Option<Bytes>, Error> {
+        match self.response.chunk().await {
+            Ok(chunk) => Ok(chunk),
+            Err(error) => Err(self.broken(root_cause(&error))),
         }
     }
 
     pub(crate) fn broken(&self, why: impl Into<String>) -> Error {
-        Error::Broken {
-            endpoint: shown(&self.endpoint),
-            doing: self.doing.clone(),
-            why: why.into(),
-        }
+        Error::Broken { endpoint: shown(&self.endpoint), doing: self.doing.clone(), why: why.into() }
     }
 
     pub(crate) fn unexpected(&self, why: impl Into<String>) -> Error {
-        Error::Unexpected {
-            endpoint: shown(&self.endpoint),
-            doing: self.doing.clone(),
-            why: why.into(),
-        }
+        Error::Unexpected { endpoint: shown(&self.endpoint), doing: self.doing.clone(), why: why.into() }
     }
 
     pub(crate) fn endpoint(&self) -> &Url {
@@ -182,11 +181,7 @@ impl Answer {
             retryable: matches!(status.as_u16(), 429 | 502 | 503 | 504),
             problems: Vec::new(),
         });
-        Error::Refused {
-            status: status.as_u16(),
-            doing: self.doing,
-            body,
-        }
+        Error::Refused { status: status.as_u16(), doing: self.doing, body }
     }
 }
 
@@ -195,20 +190,13 @@ fn shown(url: &Url) -> String {
 }
 
 fn silent(endpoint: &Url, doing: &str, waited: Duration) -> Error {
-    Error::Silent {
-        endpoint: shown(endpoint),
-        doing: doing.to_owned(),
-        seconds: waited.as_secs(),
-    }
+    Error::Silent { endpoint: shown(endpoint), doing: doing.to_owned(), seconds: waited.as_secs() }
 }
 
 impl Client {
     /// Sends once, without trying again.
     pub(crate) async fn send_once(&self, call: &Call) -> Result<Answer, Error> {
-        let body = call
-            .body
-            .as_ref()
-            .map(|(kind, bytes)| (*kind, Body::from(bytes.clone())));
+        let body = call.body.as_ref().map(|(kind, bytes)| (*kind, Body::from(bytes.clone())));
         self.send_body(call, body, Some(HEAD_MAX)).await
     }
 
@@ -238,11 +226,7 @@ impl Client {
         if let Ok(mut segments) = url.path_segments_mut() {
             segments.pop_if_empty().push("v1").extend(&call.path);
         }
-        let mut request = self
-            .shared
-            .http
-            .request(call.method.clone(), url)
-            .query(&call.query);
+        let mut request = self.shared.http.request(call.method.clone(), url).query(&call.query);
         if let Some(tenant) = &self.shared.tenant {
             request = request.query(&[("tenant", tenant)]);
         }
@@ -259,27 +243,16 @@ impl Client {
             request = request.header(CONTENT_TYPE, kind).body(body);
         }
         let sent = match head_max {
-            Some(head_max) => tokio::time::timeout(head_max, request.send())
-                .await
-                .map_err(|_| silent(endpoint, &call.doing, head_max))?,
+            Some(head_max) => {
+                tokio::time::timeout(head_max, request.send()).await.map_err(|_| silent(endpoint, &call.doing, head_max))?
+            }
             None => request.send().await,
         };
         let response = sent.map_err(|error| failed(error, endpoint, &call.doing))?;
-        let sequence = response
-            .headers()
-            .get(SEQUENCE_HEADER)
-            .and_then(|value| value.to_str().ok()?.parse().ok());
+        let sequence = response.headers().get(SEQUENCE_HEADER).and_then(|value| value.to_str().ok()?.parse().ok());
         self.observe_sequence(sequence.unwrap_or(0));
-        let answer = Answer {
-            response,
-            endpoint: endpoint.clone(),
-            doing: call.doing.clone(),
-        };
-        if answer.status().is_success() {
-            Ok(answer)
-        } else {
-            Err(answer.refusal().await)
-        }
+        let answer = Answer { response, endpoint: endpoint.clone(), doing: call.doing.clone() };
+        if answer.status().is_success() { Ok(answer) } else { Err(answer.refusal().await) }
     }
 
     /// Sends, with further tries; the body is still to be read.
@@ -289,10 +262,7 @@ impl Client {
 
     /// Sends and reads the answer, with further tries.
     pub(crate) async fn json<T: DeserializeOwned>(&self, call: &Call) -> Result<T, Error> {
-        self.retry(call.repeat, || async {
-            self.send_once(call).await?.json().await
-        })
-        .await
+        self.retry(call.repeat, || async { self.send_once(call).await?.json().await }).await
     }
 
     /// Sends, with further tries; what the answer says doesn't matter.
@@ -307,7 +277,7 @@ impl Client {
         work: impl FnMut() -> F,
     ) -> Result<T, Error> {
         work.retry(self.backoff())
-            .when(|error| error.is_retryable() && (repeat == Repeat::Always || error.is_undone()))
+            .when(|error| is_worth_waiting(error) && (repeat == Repeat::Always || error.is_undone()))
             .notify(|error, wait| self.tell(error, wait))
             .await
     }
@@ -319,39 +289,27 @@ impl Client {
     }
 
     fn backoff(&self) -> ExponentialBuilder {
-        let Retry {
-            first_contact,
-            budget,
-            backoff_first,
-            backoff_max,
-        } = self.shared.retry;
+        let Retry { first_contact, budget, backoff_first, backoff_max } = self.shared.retry;
         ExponentialBuilder::default()
             .with_jitter()
             .with_min_delay(backoff_first)
             .with_max_delay(backoff_max)
             .without_max_times()
-            .with_total_delay(Some(if self.sequence() == 0 {
-                first_contact
-            } else {
-                budget
-            }))
+            .with_total_delay(Some(if self.sequence() == 0 { first_contact } else { budget }))
     }
+}
+
+/// Does a short wait help? A quota is free again when jobs end, which the caller knows more about.
+fn is_worth_waiting(error: &Error) -> bool {
+    error.is_retryable() && error.code() != "quota"
 }
 
 fn failed(error: reqwest::Error, endpoint: &Url, doing: &str) -> Error {
     let (endpoint, doing) = (shown(endpoint), doing.to_owned());
     if error.is_connect() {
-        Error::Unreachable {
-            endpoint,
-            doing,
-            source: error.without_url(),
-        }
+        Error::Unreachable { endpoint, doing, source: error.without_url() }
     } else {
-        Error::Broken {
-            endpoint,
-            doing,
-            why: root_cause(&error),
-        }
+        Error::Broken { endpoint, doing, why: root_cause(&error) }
     }
 }
 
@@ -364,10 +322,7 @@ pub(crate) struct Patience {
 
 impl Patience {
     pub(crate) fn new(client: Client) -> Self {
-        Self {
-            client,
-            waits: None,
-        }
+        Self { client, waits: None }
     }
 
     /// Something came.
@@ -380,15 +335,13 @@ impl Patience {
     /// # Errors
     /// The error itself, when there is to be no next try.
     pub(crate) async fn wait(&mut self, error: Error, endpoint: Option<&Url>) -> Result<(), Error> {
-        if !error.is_retryable() {
+        if !is_worth_waiting(&error) {
             return Err(error);
         }
         if let Some(endpoint) = endpoint {
             self.client.leave_endpoint(endpoint);
         }
-        let waits = self
-            .waits
-            .get_or_insert_with(|| self.client.backoff().build());
+        let waits = self.waits.get_or_insert_with(|| self.client.backoff().build());
         let Some(wait) = waits.next() else {
             return Err(error);
         };

@@ -40,11 +40,7 @@ impl Client {
     /// # Errors
     /// Code `not_found` when there is none, or it is another tenant's.
     pub async fn job(&self, job: JobId) -> Result<JobView, Error> {
-        self.json(&Call::get(
-            &["jobs", &job.to_string()],
-            format!("read {job}"),
-        ))
-        .await
+        self.json(&Call::get(&["jobs", &job.to_string()], format!("read {job}"))).await
     }
 
     /// A page of jobs.
@@ -68,11 +64,7 @@ impl Client {
     /// # Errors
     /// Code `not_found` when there is no such job.
     pub async fn job_spec(&self, job: JobId) -> Result<Value, Error> {
-        self.json(&Call::get(
-            &["jobs", &job.to_string(), "spec"],
-            format!("read the spec of {job}"),
-        ))
-        .await
+        self.json(&Call::get(&["jobs", &job.to_string(), "spec"], format!("read the spec of {job}"))).await
     }
 
     /// Starts nothing more of a job; with `now`, stops what runs too.
@@ -80,14 +72,7 @@ impl Client {
     /// # Errors
     /// Code `not_found` or `conflict` (it has ended).
     pub async fn cancel(&self, job: JobId, request: &CancelRequest) -> Result<JobView, Error> {
-        self.json(
-            &Call::post(
-                &["jobs", &job.to_string(), "cancel"],
-                format!("cancel {job}"),
-            )
-            .json(request),
-        )
-        .await
+        self.json(&Call::post(&["jobs", &job.to_string(), "cancel"], format!("cancel {job}")).json(request)).await
     }
 
     /// Starts nothing more of a job until it is resumed. What runs goes on.
@@ -95,11 +80,7 @@ impl Client {
     /// # Errors
     /// Code `not_found` or `conflict` (it has ended).
     pub async fn pause(&self, job: JobId) -> Result<JobView, Error> {
-        self.json(&Call::post(
-            &["jobs", &job.to_string(), "pause"],
-            format!("pause {job}"),
-        ))
-        .await
+        self.json(&Call::post(&["jobs", &job.to_string(), "pause"], format!("pause {job}"))).await
     }
 
     /// Goes on with a paused job.
@@ -107,11 +88,7 @@ impl Client {
     /// # Errors
     /// Code `not_found` or `conflict` (it has ended).
     pub async fn resume(&self, job: JobId) -> Result<JobView, Error> {
-        self.json(&Call::post(
-            &["jobs", &job.to_string(), "resume"],
-            format!("resume {job}"),
-        ))
-        .await
+        self.json(&Call::post(&["jobs", &job.to_string(), "resume"], format!("resume {job}"))).await
     }
 
     /// Runs the tasks of an ended job that did not succeed once more, with fresh budgets.
@@ -120,8 +97,7 @@ impl Client {
     /// Code `not_found` or `conflict` (it has not ended, or nothing failed).
     pub async fn rerun(&self, job: JobId) -> Result<JobView, Error> {
         // Twice could be two rounds.
-        self.json(&Call::post(&["jobs", &job.to_string(), "rerun"], format!("rerun {job}")).once())
-            .await
+        self.json(&Call::post(&["jobs", &job.to_string(), "rerun"], format!("rerun {job}")).once()).await
     }
 
     /// Removes an ended job with its results, logs and outputs.
@@ -130,7 +106,6 @@ impl Client {
     /// Code `not_found` or `conflict` (it has not ended).
     pub async fn remove(&self, job: JobId) -> Result<(), Error> {
         // The second time it would be an error: not found.
-        self.done(&Call::delete(&["jobs", &job.to_string()], format!("remove {job}")).once())
-            .await
+        self.done(&Call::delete(&["jobs", &job.to_string()], format!("remove {job}")).once()).await
     }
 }

@@ -26,10 +26,7 @@ impl Splitter {
 
     /// The next whole line, without its line feed (and carriage return).
     pub(crate) fn pop(&mut self) -> Option<Bytes> {
-        let Some(at) = self.buffer[self.searched..]
-            .iter()
-            .position(|b| *b == b'\n')
-        else {
+        let Some(at) = self.buffer[self.searched..].iter().position(|b| *b == b'\n') else {
             self.searched = self.buffer.len();
             return None;
         };
@@ -53,14 +50,18 @@ impl Splitter {
 pub(crate) struct Lines {
     pub(crate) answer: Answer,
     splitter: Splitter,
+    /// May it be silent for any time?
+    quiet: bool,
 }
 
 impl Lines {
     pub(crate) fn new(answer: Answer) -> Self {
-        Self {
-            answer,
-            splitter: Splitter::default(),
-        }
+        Self { answer, splitter: Splitter::default(), quiet: false }
+    }
+
+    /// Lines that may come at any time or never: nothing is to be concluded from silence.
+    pub(crate) fn quiet(answer: Answer) -> Self {
+        Self { quiet: true, ..Self::new(answer) }
     }
 
     /// The next line; `None` at the regular end. An end within a line is a broken connection.
@@ -70,11 +71,10 @@ impl Lines {
                 return Ok(Some(line));
             }
             if self.splitter.rest() > LINE_BYTES_MAX {
-                return Err(self
-                    .answer
-                    .unexpected(format!("a line is longer than {LINE_BYTES_MAX} bytes")));
+                return Err(self.answer.unexpected(format!("a line is longer than {LINE_BYTES_MAX} bytes")));
             }
-            match self.answer.chunk().await? {
+            let chunk = if self.quiet { self.answer.chunk_some_time().await? } else { self.answer.chunk().await? };
+            match chunk {
                 Some(chunk) => self.splitter.push(&chunk),
                 None if self.splitter.rest() > 0 => {
                     return Err(self.answer.broken("it ended within a line"));

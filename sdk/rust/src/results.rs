@@ -35,10 +35,7 @@ impl ResultsQuery {
     /// Everything until the job has ended.
     #[must_use]
     pub fn follow() -> Self {
-        Self {
-            after: None,
-            follow: true,
-        }
+        Self { after: None, follow: true }
     }
 
     /// Only rows behind this cursor, which an earlier row carried.
@@ -78,11 +75,7 @@ impl Client {
             client: self.clone(),
             job,
             after: query.after,
-            phase: if query.follow {
-                Phase::Follow
-            } else {
-                Phase::Drain
-            },
+            phase: if query.follow { Phase::Follow } else { Phase::Drain },
             lines: None,
             patience: Patience::new(self.clone()),
         }
@@ -101,10 +94,7 @@ impl Results {
                 }
                 Ok(None) => {}
                 Err(error) => {
-                    let endpoint = self
-                        .lines
-                        .take()
-                        .map(|lines| lines.answer.endpoint().clone());
+                    let endpoint = self.lines.take().map(|lines| lines.answer.endpoint().clone());
                     if let Err(error) = self.patience.wait(error, endpoint.as_ref()).await {
                         self.phase = Phase::Done;
                         return Some(Err(error));
@@ -123,29 +113,30 @@ impl Results {
 
     /// As a stream, for combinators.
     pub fn into_stream(self) -> impl Stream<Item = Result<ResultRow, Error>> + Send {
-        futures::stream::unfold(self, |mut results| async move {
-            results.next().await.map(|row| (row, results))
-        })
+        futures::stream::unfold(self, |mut results| async move { results.next().await.map(|row| (row, results)) })
     }
 
     /// One step: a row, or progress of another kind.
     async fn step(&mut self) -> Result<Option<ResultRow>, Error> {
         let Some(lines) = &mut self.lines else {
-            let call = Call::get(
-                &["jobs", &self.job.to_string(), "results"],
-                format!("read the results of {}", self.job),
-            )
-            .query("follow", self.phase == Phase::Follow)
-            .query_if("after", self.after.as_ref());
+            let call = Call::get(&["jobs", &self.job.to_string(), "results"], format!("read the results of {}", self.job))
+                .query("follow", self.phase == Phase::Follow)
+                .query_if("after", self.after.as_ref());
             self.lines = Some(Lines::new(self.client.send_once(&call).await?));
             return Ok(None);
         };
-        match lines.next().await? {
+        let line = match lines.next().await {
+            // Tasks may run for hours without one ending; but a frozen coordinator is silent too, so another connection is made.
+            Err(Error::Silent { .. }) if self.phase == Phase::Follow => {
+                self.lines = None;
+                return Ok(None);
+            }
+            line => line?,
+        };
+        match line {
             // A keep-alive.
             Some(line) if line.is_empty() => Ok(None),
-            Some(line) => serde_json::from_slice(&line)
-                .map(Some)
-                .map_err(|error| lines.answer.unexpected(error.to_string())),
+            Some(line) => serde_json::from_slice(&line).map(Some).map_err(|error| lines.answer.unexpected(error.to_string())),
             None => self.ended().await.map(|()| None),
         }
     }

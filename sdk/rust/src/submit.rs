@@ -3,14 +3,13 @@
 //! Owns the idempotency key, which makes a submit safe to repeat, and the dry run. Does not own checking the spec
 //! (`volley_jobspecs`) or files that it names (`upload`).
 
-use volley_jobspecs::api::{IDEMPOTENCY_HEADER, SubmitAnswer};
+use volley_jobspecs::api::{IDEMPOTENCY_HEADER, PlanAnswer, SubmitAnswer};
 use volley_jobspecs::ids::JobId;
 use volley_jobspecs::spec::JobSpec;
 
 use crate::client::Client;
 use crate::error::Error;
 use crate::http::Call;
-use crate::model::PlanAnswer;
 use bytes::Bytes;
 
 /// A job spec as JSON text.
@@ -63,10 +62,7 @@ impl IdempotencyKey {
             Ok(Self(text.to_owned()))
         } else {
             let why = "it should be 1 to 128 visible ASCII characters".into();
-            Err(Error::Setting {
-                setting: format!("the idempotency key {text:?}"),
-                why,
-            })
+            Err(Error::Setting { setting: format!("the idempotency key {text:?}"), why })
         }
     }
 
@@ -101,28 +97,15 @@ impl Client {
     ///
     /// # Errors
     /// As [`Client::submit`]; code `conflict` when the key belongs to another spec.
-    pub async fn submit_as(
-        &self,
-        spec: impl Into<Spec>,
-        key: &IdempotencyKey,
-    ) -> Result<Submitted, Error> {
-        let call = Call::post(&["jobs"], "submit the job")
-            .header(IDEMPOTENCY_HEADER, key.as_str())
-            .json_text(spec.into().0);
+    pub async fn submit_as(&self, spec: impl Into<Spec>, key: &IdempotencyKey) -> Result<Submitted, Error> {
+        let call = Call::post(&["jobs"], "submit the job").header(IDEMPOTENCY_HEADER, key.as_str()).json_text(spec.into().0);
         let answer: SubmitAnswer = self.json(&call).await?;
-        let job = answer
-            .job
-            .parse()
-            .map_err(|error: volley_jobspecs::ids::IdError| Error::Unexpected {
-                endpoint: self.endpoint(),
-                doing: call.doing.clone(),
-                why: error.to_string(),
-            })?;
-        Ok(Submitted {
-            job,
-            tasks: answer.tasks,
-            existed: answer.existed,
-        })
+        let job = answer.job.parse().map_err(|error: volley_jobspecs::ids::IdError| Error::Unexpected {
+            endpoint: self.endpoint(),
+            doing: call.doing.clone(),
+            why: error.to_string(),
+        })?;
+        Ok(Submitted { job, tasks: answer.tasks, existed: answer.existed })
     }
 
     /// Asks the cluster what a submit would create. Creates nothing.
@@ -130,12 +113,7 @@ impl Client {
     /// # Errors
     /// As [`Client::submit`].
     pub async fn plan(&self, spec: impl Into<Spec>) -> Result<PlanAnswer, Error> {
-        self.json(
-            &Call::post(&["jobs"], "plan the job")
-                .query("dryRun", true)
-                .json_text(spec.into().0),
-        )
-        .await
+        self.json(&Call::post(&["jobs"], "plan the job").query("dryRun", true).json_text(spec.into().0)).await
     }
 }
 

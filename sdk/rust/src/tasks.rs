@@ -22,12 +22,7 @@ pub struct TasksQuery {
 }
 
 fn path(job: JobId, index: u32, rest: Option<&str>) -> Vec<String> {
-    let mut path = vec![
-        "jobs".to_owned(),
-        job.to_string(),
-        "tasks".to_owned(),
-        index.to_string(),
-    ];
+    let mut path = vec!["jobs".to_owned(), job.to_string(), "tasks".to_owned(), index.to_string()];
     path.extend(rest.map(ToOwned::to_owned));
     path
 }
@@ -38,13 +33,10 @@ impl Client {
     /// # Errors
     /// Code `not_found` when there is no such job.
     pub async fn tasks(&self, job: JobId, query: &TasksQuery) -> Result<Page<TaskView>, Error> {
-        let call = Call::get(
-            &["jobs", &job.to_string(), "tasks"],
-            format!("list the tasks of {job}"),
-        )
-        .query_if("state", query.state.as_ref().map(word))
-        .query_if("limit", query.limit)
-        .query_if("after", query.after.as_ref());
+        let call = Call::get(&["jobs", &job.to_string(), "tasks"], format!("list the tasks of {job}"))
+            .query_if("state", query.state.as_ref().map(word))
+            .query_if("limit", query.limit)
+            .query_if("after", query.after.as_ref());
         self.json(&call).await
     }
 
@@ -53,11 +45,7 @@ impl Client {
     /// # Errors
     /// Code `not_found` when there is no such job or task.
     pub async fn task(&self, job: JobId, index: u32) -> Result<TaskView, Error> {
-        self.json(&Call::get(
-            &path(job, index, None),
-            format!("read task {index} of {job}"),
-        ))
-        .await
+        self.json(&Call::get(&path(job, index, None), format!("read task {index} of {job}"))).await
     }
 
     /// Every try of a task so far, oldest first.
@@ -65,11 +53,7 @@ impl Client {
     /// # Errors
     /// Code `not_found` when there is no such job or task.
     pub async fn attempts(&self, job: JobId, index: u32) -> Result<Vec<AttemptView>, Error> {
-        self.json(&Call::get(
-            &path(job, index, Some("attempts")),
-            format!("read the attempts of task {index} of {job}"),
-        ))
-        .await
+        self.json(&Call::get(&path(job, index, Some("attempts")), format!("read the attempts of task {index} of {job}"))).await
     }
 
     /// Why a task does not run.
@@ -77,10 +61,6 @@ impl Client {
     /// # Errors
     /// Code `not_found` when there is no such job or task.
     pub async fn explain(&self, job: JobId, index: u32) -> Result<Explanation, Error> {
-        self.json(&Call::get(
-            &path(job, index, Some("explain")),
-            format!("explain task {index} of {job}"),
-        ))
-        .await
+        self.json(&Call::get(&path(job, index, Some("explain")), format!("explain task {index} of {job}"))).await
     }
 }

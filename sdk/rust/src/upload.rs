@@ -25,50 +25,25 @@ impl Client {
     ///
     /// # Errors
     /// [`Error::File`], [`Error::Checksum`] when it arrived changed, code `too_large`.
-    pub async fn upload(
-        &self,
-        path: &Path,
-        progress: Arc<dyn Fn(u64) + Send + Sync>,
-    ) -> Result<UploadAnswer, Error> {
+    pub async fn upload(&self, path: &Path, progress: Arc<dyn Fn(u64) + Send + Sync>) -> Result<UploadAnswer, Error> {
         // An upload that nobody got to hear of is removed by the cluster after a while.
-        self.retry(Repeat::Always, || self.upload_once(path, progress.clone()))
-            .await
+        self.retry(Repeat::Always, || self.upload_once(path, progress.clone())).await
     }
 
-    async fn upload_once(
-        &self,
-        path: &Path,
-        progress: Arc<dyn Fn(u64) + Send + Sync>,
-    ) -> Result<UploadAnswer, Error> {
-        let file = |source| Error::File {
-            path: path.to_owned(),
-            doing: "read",
-            source,
-        };
+    async fn upload_once(&self, path: &Path, progress: Arc<dyn Fn(u64) + Send + Sync>) -> Result<UploadAnswer, Error> {
+        let file = |source| Error::File { path: path.to_owned(), doing: "read", source };
         let open = File::open(path).await.map_err(file)?;
         let length = open.metadata().await.map_err(file)?.len();
         let hash = Arc::new(Mutex::new(Sha256::new()));
-        let call = Call::post(&["uploads"], format!("upload {}", path.display()))
-            .header("content-length", length);
+        let call = Call::post(&["uploads"], format!("upload {}", path.display())).header("content-length", length);
         let body = Body::wrap_stream(pieces(open, hash.clone(), progress));
-        let answer = self
-            .send_body(&call, Some(("application/octet-stream", body)), None)
-            .await?;
+        let answer = self.send_body(&call, Some(("application/octet-stream", body)), None).await?;
         let answer: UploadAnswer = answer.json().await?;
-        let found = hex::encode(
-            hash.lock()
-                .unwrap_or_else(PoisonError::into_inner)
-                .clone()
-                .finalize(),
-        );
+        let found = hex::encode(hash.lock().unwrap_or_else(PoisonError::into_inner).clone().finalize());
         if answer.sha256 == found {
             Ok(answer)
         } else {
-            Err(Error::Checksum {
-                what: path.display().to_string(),
-                wanted: found,
-                found: answer.sha256,
-            })
+            Err(Error::Checksum { what: path.display().to_string(), wanted: found, found: answer.sha256 })
         }
     }
 }
@@ -86,9 +61,7 @@ fn pieces(
                 return Ok(None);
             }
             // The lock is only ever held here and after the end, so it is never waited for.
-            hash.lock()
-                .unwrap_or_else(PoisonError::into_inner)
-                .update(&piece);
+            hash.lock().unwrap_or_else(PoisonError::into_inner).update(&piece);
             progress(piece.len() as u64);
             Ok(Some((piece.freeze(), file)))
         }

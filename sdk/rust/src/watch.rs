@@ -22,6 +22,7 @@ pub struct Watch {
     /// Sequence of the last event that was given.
     last: Option<u64>,
     ended: bool,
+    without_tasks: bool,
     patience: Patience,
 }
 
@@ -35,6 +36,7 @@ impl Client {
             lines: None,
             last: None,
             ended: false,
+            without_tasks: false,
             patience: Patience::new(self.clone()),
         }
     }
@@ -44,7 +46,7 @@ impl Client {
     /// # Errors
     /// Code `not_found` when there is none, or a connection that was away for longer than the budget.
     pub async fn wait(&self, job: JobId) -> Result<JobView, Error> {
-        let mut watch = self.watch(job);
+        let mut watch = self.watch(job).without_tasks();
         while let Some(event) = watch.next().await {
             let event = event?;
             if event.job.state.ended() {
@@ -56,6 +58,13 @@ impl Client {
 }
 
 impl Watch {
+    /// Only changes of the job, not the end of each task.
+    #[must_use]
+    pub fn without_tasks(mut self) -> Self {
+        self.without_tasks = true;
+        self
+    }
+
     /// The next event; `None` after the job's end. After an error nothing more comes.
     pub async fn next(&mut self) -> Option<Result<EventView, Error>> {
         while !self.ended {
@@ -63,15 +72,14 @@ impl Watch {
                 Ok(Some(event)) => {
                     self.patience.renew();
                     self.last = Some(event.sequence);
+                    // What is asked next, maybe of another coordinator, must not be older than this.
+                    self.client.observe_sequence(event.sequence);
                     self.ended = event.job.state.ended() && event.kind != "task";
                     return Some(Ok(event));
                 }
                 Ok(None) => {}
                 Err(error) => {
-                    let endpoint = self
-                        .lines
-                        .take()
-                        .map(|(lines, _)| lines.answer.endpoint().clone());
+                    let endpoint = self.lines.take().map(|(lines, _)| lines.answer.endpoint().clone());
                     if let Err(error) = self.patience.wait(error, endpoint.as_ref()).await {
                         self.ended = true;
                         return Some(Err(error));
@@ -84,24 +92,16 @@ impl Watch {
 
     /// As a stream, for combinators.
     pub fn into_stream(self) -> impl Stream<Item = Result<EventView, Error>> + Send {
-        futures::stream::unfold(self, |mut watch| async move {
-            watch.next().await.map(|event| (event, watch))
-        })
+        futures::stream::unfold(self, |mut watch| async move { watch.next().await.map(|event| (event, watch)) })
     }
 
     async fn step(&mut self) -> Result<Option<EventView>, Error> {
         let Some((lines, reader)) = &mut self.lines else {
-            let mut call = Call::get(
-                &["jobs", &self.job.to_string(), "events"],
-                format!("watch {}", self.job),
-            );
+            let mut call = Call::get(&["jobs", &self.job.to_string(), "events"], format!("watch {}", self.job));
             if let Some(last) = self.last {
                 call = call.header("last-event-id", last);
             }
-            self.lines = Some((
-                Lines::new(self.client.send_once(&call).await?),
-                EventReader::default(),
-            ));
+            self.lines = Some((Lines::new(self.client.send_once(&call).await?), EventReader::new(self.without_tasks)));
             return Ok(None);
         };
         let Some(line) = lines.next().await? else {
@@ -110,8 +110,7 @@ impl Watch {
         let Some(data) = reader.line(&line) else {
             return Ok(None);
         };
-        let event: EventView = serde_json::from_slice(&data)
-            .map_err(|error| lines.answer.unexpected(error.to_string()))?;
+        let event: EventView = serde_json::from_slice(&data).map_err(|error| lines.answer.unexpected(error.to_string()))?;
         // Another coordinator may be behind the one before: what it says is older than what the caller knows.
         let known = self.last.is_some_and(|last| event.sequence < last);
         Ok((!known).then_some(event))
@@ -132,11 +131,6 @@ impl Watch {
     }
 
     fn end(&self, job: JobView) -> EventView {
-        EventView {
-            sequence: self.client.sequence().max(self.last.unwrap_or(0)),
-            kind: "job".into(),
-            job,
-            task: None,
-        }
+        EventView { sequence: self.client.sequence().max(self.last.unwrap_or(0)), kind: "job".into(), job, task: None }
     }
 }

@@ -22,12 +22,6 @@ pub struct Args {
 
 /// Carries it out.
 pub async fn run(ctx: &Ctx, args: Args) -> Result<Exit, CliError> {
-    let request = CancelRequest {
-        now: args.now,
-        reason: args.reason,
-    };
-    each_job(ctx, &args.jobs.jobs, async |client, job| {
-        client.cancel(job, &request).await
-    })
-    .await
+    let request = CancelRequest { now: args.now, reason: args.reason };
+    each_job(ctx, &args.jobs.jobs, async |client, job| client.cancel(job, &request).await).await
 }

@@ -1,6 +1,6 @@
 //! `volley cluster`.
 
-use volley_sdk::ClusterView;
+use volley_jobspecs::api::ClusterView;
 
 use crate::ctx::Ctx;
 use crate::error::CliError;
@@ -16,34 +16,24 @@ pub struct Args {}
 pub async fn run(ctx: &Ctx, _: Args) -> Result<Exit, CliError> {
     let client = ctx.client()?;
     let cluster = client.cluster().await?;
-    ctx.out
-        .show(&cluster, || text(&cluster, &client.endpoint()))?;
+    ctx.out.show(&cluster, || text(&cluster, &client.endpoint()))?;
     Ok(Exit::Success)
 }
 
 fn text(cluster: &ClusterView, endpoint: &str) -> String {
     let used = match cluster.log_bytes_max {
-        0 => units::bytes(cluster.log_bytes),
-        max => {
+        None | Some(0) => units::bytes(cluster.log_bytes),
+        Some(max) => {
             let percent = u128::from(cluster.log_bytes) * 100 / u128::from(max);
-            format!(
-                "{} of {} ({percent} %)",
-                units::bytes(cluster.log_bytes),
-                units::bytes(max)
-            )
+            format!("{} of {} ({percent} %)", units::bytes(cluster.log_bytes), units::bytes(max))
         }
     };
+    let leader = if cluster.leader.is_empty() { "none yet" } else { &cluster.leader };
     fields(&[
         ("cluster", cluster.id.clone()),
         ("address", endpoint.to_owned()),
         ("version", cluster.version.clone()),
-        (
-            "leader",
-            cluster
-                .leader
-                .clone()
-                .unwrap_or_else(|| "none at the moment".to_owned()),
-        ),
+        ("leader", leader.to_owned()),
         ("term", cluster.term.to_string()),
         ("sequence", cluster.sequence.to_string()),
         ("level", cluster.level.to_string()),

@@ -31,18 +31,8 @@ fn text(explanation: &Explanation) -> String {
         return summary;
     }
     let row = |worker: &volley_jobspecs::api::WorkerExplanation| {
-        let reasons = if worker.reasons.is_empty() {
-            "fits".to_owned()
-        } else {
-            worker.reasons.join("; ")
-        };
+        let reasons = if worker.reasons.is_empty() { "fits".to_owned() } else { worker.reasons.join("; ") };
         vec![worker.worker.clone(), clean::line(&reasons, 200)]
     };
-    format!(
-        "{summary}\n{}",
-        table(
-            &["WORKER", "IN THE WAY"],
-            explanation.workers.iter().map(row).collect()
-        )
-    )
+    format!("{summary}\n{}", table(&["WORKER", "IN THE WAY"], explanation.workers.iter().map(row).collect()))
 }

@@ -38,11 +38,7 @@ pub async fn run(ctx: &Ctx, args: Args) -> Result<Exit, CliError> {
 fn text(job: &JobView, now: Timestamp) -> String {
     let counts = &job.tasks;
     let number = |number: u32| {
-        if number == 0 {
-            String::new()
-        } else {
-            number.to_string()
-        }
+        if number == 0 { String::new() } else { number.to_string() }
     };
     let joined = |pairs: Vec<String>| pairs.join(", ");
     fields(&[
@@ -50,10 +46,7 @@ fn text(job: &JobView, now: Timestamp) -> String {
         ("name", job.name.clone()),
         ("tenant", job.tenant.clone()),
         ("state", state(job)),
-        (
-            "reason",
-            clean::line(job.reason.as_deref().unwrap_or_default(), 200),
-        ),
+        ("reason", clean::line(job.reason.as_deref().unwrap_or_default(), 200)),
         ("tasks", counts.total.to_string()),
         ("  waiting", number(counts.waiting)),
         ("  running", number(counts.running)),
@@ -62,53 +55,15 @@ fn text(job: &JobView, now: Timestamp) -> String {
         ("  failed", number(counts.failed)),
         ("  without verdict", number(counts.infra_failed)),
         ("  cancelled", number(counts.cancelled)),
-        (
-            "failures",
-            joined(
-                job.failures
-                    .iter()
-                    .map(|(class, tasks)| format!("{class} {tasks}"))
-                    .collect(),
-            ),
-        ),
-        (
-            "labels",
-            joined(
-                job.labels
-                    .iter()
-                    .map(|(key, value)| clean::line(&format!("{key}={value}"), 300))
-                    .collect(),
-            ),
-        ),
+        ("failures", joined(job.failures.iter().map(|(class, tasks)| format!("{class} {tasks}")).collect())),
+        ("labels", joined(job.labels.iter().map(|(key, value)| clean::line(&format!("{key}={value}"), 300)).collect())),
         ("priority", job.priority.to_string()),
-        (
-            "round",
-            if job.round > 1 {
-                job.round.to_string()
-            } else {
-                String::new()
-            },
-        ),
-        (
-            "submitted",
-            format!(
-                "{} ({} ago)",
-                job.submitted,
-                units::age(&job.submitted, now)
-            ),
-        ),
+        ("round", if job.round > 1 { job.round.to_string() } else { String::new() }),
+        ("submitted", format!("{} ({} ago)", job.submitted, units::age(&job.submitted, now))),
         ("started", job.started.clone().unwrap_or_default()),
         ("ended", job.ended.clone().unwrap_or_default()),
-        (
-            "took",
-            units::span(job.started.as_deref(), job.ended.as_deref(), now),
-        ),
-        (
-            "exit code",
-            job.exit_code
-                .map(|code| code.to_string())
-                .unwrap_or_default(),
-        ),
+        ("took", units::span(job.started.as_deref(), job.ended.as_deref(), now)),
+        ("exit code", job.exit_code.map(|code| code.to_string()).unwrap_or_default()),
         ("objects", job.objects.clone()),
     ])
 }
@@ -122,25 +77,10 @@ mod tests {
 
     #[test]
     fn a_job_is_shown_without_what_is_zero() {
-        let now = "2026-01-01T00:02:00Z"
-            .parse()
-            .unwrap_or_else(|e| panic!("{e}"));
-        let counts = TaskCounts {
-            total: 4,
-            succeeded: 2,
-            failed: 2,
-            ..TaskCounts::default()
-        };
+        let now = "2026-01-01T00:02:00Z".parse().unwrap_or_else(|e| panic!("{e}"));
+        let counts = TaskCounts { total: 4, succeeded: 2, failed: 2, ..TaskCounts::default() };
         let text = text(&testing::job(JobState::Failed, counts, Some(1)), now);
-        assert!(
-            text.contains("submitted    2026-01-01T00:00:00Z (2m00s ago)\n"),
-            "{text}"
-        );
-        assert!(
-            text.contains("  failed     2\n")
-                && !text.contains("cancelled")
-                && !text.contains("round"),
-            "{text}"
-        );
+        assert!(text.contains("submitted    2026-01-01T00:00:00Z (2m00s ago)\n"), "{text}");
+        assert!(text.contains("  failed     2\n") && !text.contains("cancelled") && !text.contains("round"), "{text}");
     }
 }

@@ -44,30 +44,19 @@ pub struct PageArgs {
 }
 
 fn job_state(text: &str) -> Result<JobState, String> {
-    serde_json::from_value(text.into()).map_err(|_| {
-        "one of queued, running, paused, ending, succeeded, failed, cancelled".to_owned()
-    })
+    serde_json::from_value(text.into())
+        .map_err(|_| "one of queued, running, paused, ending, succeeded, failed, cancelled".to_owned())
 }
 
 /// Carries it out.
 pub async fn run(ctx: &Ctx, args: Args) -> Result<Exit, CliError> {
     let client = ctx.client()?;
-    let limit = if args.page.all {
-        PAGE_ROWS_MAX
-    } else {
-        args.page.limit
-    };
-    let mut query = JobsQuery {
-        state: args.state,
-        name: args.name,
-        labels: args.labels,
-        limit: Some(limit),
-        after: args.page.after,
-    };
+    let limit = if args.page.all { PAGE_ROWS_MAX } else { args.page.limit };
+    let mut query =
+        JobsQuery { state: args.state, name: args.name, labels: args.labels, limit: Some(limit), after: args.page.after };
     if !args.page.all {
         let page = client.jobs(&query).await?;
-        ctx.out
-            .show(&page, || jobs_table(&page.rows, Timestamp::now()))?;
+        ctx.out.show(&page, || jobs_table(&page.rows, Timestamp::now()))?;
         more(ctx, page.next.as_deref());
         return Ok(Exit::Success);
     }
@@ -85,8 +74,7 @@ pub async fn run(ctx: &Ctx, args: Args) -> Result<Exit, CliError> {
         }
     }
     if !ctx.out.json() {
-        ctx.out
-            .raw(jobs_table(&rows, Timestamp::now()).as_bytes())?;
+        ctx.out.raw(jobs_table(&rows, Timestamp::now()).as_bytes())?;
     }
     Ok(Exit::Success)
 }
@@ -94,8 +82,7 @@ pub async fn run(ctx: &Ctx, args: Args) -> Result<Exit, CliError> {
 /// Says how to go on with a list.
 pub(crate) fn more(ctx: &Ctx, next: Option<&str>) {
     if let (Some(next), false) = (next, ctx.out.json()) {
-        ctx.out
-            .note(&format!("there are more: --after {next}, or --all"));
+        ctx.out.note(&format!("there are more: --after {next}, or --all"));
     }
 }
 
@@ -115,17 +102,7 @@ pub fn jobs_table(jobs: &[JobView], now: Timestamp) -> String {
             clean::line(job.reason.as_deref().unwrap_or_default(), 60),
         ]
     };
-    let header = [
-        "JOB",
-        "NAME",
-        "STATE",
-        "DONE",
-        "FAILED",
-        "NO VERDICT",
-        "AGE",
-        "TOOK",
-        "REASON",
-    ];
+    let header = ["JOB", "NAME", "STATE", "DONE", "FAILED", "NO VERDICT", "AGE", "TOOK", "REASON"];
     table(&header, jobs.iter().map(row).collect())
 }
 
@@ -138,16 +115,8 @@ mod tests {
 
     #[test]
     fn a_job_is_a_line() {
-        let now = "2026-01-01T00:02:00Z"
-            .parse()
-            .unwrap_or_else(|e| panic!("{e}"));
-        let counts = TaskCounts {
-            total: 9,
-            succeeded: 5,
-            failed: 2,
-            running: 2,
-            ..TaskCounts::default()
-        };
+        let now = "2026-01-01T00:02:00Z".parse().unwrap_or_else(|e| panic!("{e}"));
+        let counts = TaskCounts { total: 9, succeeded: 5, failed: 2, running: 2, ..TaskCounts::default() };
         let text = jobs_table(&[job(JobState::Running, counts, None)], now);
         assert_eq!(
             text,

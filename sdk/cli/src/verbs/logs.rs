@@ -1,8 +1,9 @@
 //! `volley logs`.
 
 use serde_json::json;
+use volley_jobspecs::api::LogLine;
 use volley_jobspecs::ids::JobId;
-use volley_sdk::{Client, LogLine, ResultsQuery, TaskLogsQuery};
+use volley_sdk::{Client, ResultsQuery, TaskLogsQuery};
 
 use crate::clean::Filter;
 use crate::ctx::Ctx;
@@ -34,10 +35,7 @@ pub struct Args {
 /// Carries it out.
 pub async fn run(ctx: &Ctx, args: Args) -> Result<Exit, CliError> {
     let client = ctx.client()?;
-    let mut writer = Writer {
-        ctx,
-        filter: (ctx.out.stdout_is_terminal() && !args.raw).then(Filter::default),
-    };
+    let mut writer = Writer { ctx, filter: (ctx.out.stdout_is_terminal() && !args.raw).then(Filter::default) };
     match (args.task, args.follow) {
         (Some(task), _) => one(&client, &args, task, &mut writer).await?,
         (None, true) => all_live(&client, &args, &mut writer).await?,
@@ -73,18 +71,9 @@ fn streams(stream: &str) -> &[&str] {
     }
 }
 
-async fn one(
-    client: &Client,
-    args: &Args,
-    task: u32,
-    writer: &mut Writer<'_>,
-) -> Result<(), CliError> {
+async fn one(client: &Client, args: &Args, task: u32, writer: &mut Writer<'_>) -> Result<(), CliError> {
     if !writer.json() {
-        let query = TaskLogsQuery {
-            stream: Some(args.stream.clone()),
-            attempt: args.attempt,
-            follow: args.follow,
-        };
+        let query = TaskLogsQuery { stream: Some(args.stream.clone()), attempt: args.attempt, follow: args.follow };
         let mut logs = client.task_logs(args.job, task, &query).await?;
         while let Some(chunk) = logs.chunk().await? {
             writer.text(&chunk)?;
@@ -96,11 +85,7 @@ async fn one(
         return Err(CliError::Usage(why.into()));
     }
     for stream in streams(&args.stream) {
-        let query = TaskLogsQuery {
-            stream: Some((*stream).to_owned()),
-            attempt: args.attempt,
-            follow: args.follow,
-        };
+        let query = TaskLogsQuery { stream: Some((*stream).to_owned()), attempt: args.attempt, follow: args.follow };
         let mut logs = client.task_logs(args.job, task, &query).await?;
         while let Some(chunk) = logs.chunk().await? {
             writer.ctx.out.row(&json!({ "index": task, "stream": stream, "text": String::from_utf8_lossy(&chunk) }))?;
@@ -110,7 +95,7 @@ async fn one(
 }
 
 async fn all_live(client: &Client, args: &Args, writer: &mut Writer<'_>) -> Result<(), CliError> {
-    let mut logs = client.job_logs(args.job).await?;
+    let mut logs = client.job_logs(args.job);
     let mut tagger = Tagger::default();
     while let Some(line) = logs.next().await? {
         if !streams(&args.stream).contains(&line.stream.as_str()) {
@@ -132,11 +117,7 @@ async fn all_stored(client: &Client, args: &Args, writer: &mut Writer<'_>) -> Re
     while let Some(row) = results.next().await {
         let index = row?.index;
         for stream in streams(&args.stream) {
-            let query = TaskLogsQuery {
-                stream: Some((*stream).to_owned()),
-                attempt: None,
-                follow: false,
-            };
+            let query = TaskLogsQuery { stream: Some((*stream).to_owned()), attempt: None, follow: false };
             let mut logs = match client.task_logs(args.job, index, &query).await {
                 Ok(logs) => logs,
                 // Cancelled before it started: there is nothing it could have written.
@@ -147,11 +128,7 @@ async fn all_stored(client: &Client, args: &Args, writer: &mut Writer<'_>) -> Re
             while let Some(chunk) = logs.chunk().await? {
                 if writer.json() {
                     let text = String::from_utf8_lossy(&chunk).into_owned();
-                    writer.ctx.out.row(&LogLine {
-                        index,
-                        stream: (*stream).to_owned(),
-                        text,
-                    })?;
+                    writer.ctx.out.row(&LogLine { index, stream: (*stream).to_owned(), text })?;
                 } else {
                     writer.text(&tagger.feed(index, stream, &chunk))?;
                 }

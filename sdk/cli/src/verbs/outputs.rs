@@ -104,43 +104,22 @@ async fn find(client: &Client, which: &Which, paths: &[String]) -> Result<Vec<Fo
     }
     let list = |task: u32| async move {
         let files = client.outputs(which.job, task, which.attempt).await?;
-        Ok::<_, CliError>(
-            files
-                .into_iter()
-                .map(move |file| Found { task, file })
-                .collect::<Vec<_>>(),
-        )
+        Ok::<_, CliError>(files.into_iter().map(move |file| Found { task, file }).collect::<Vec<_>>())
     };
-    let found: Vec<Vec<Found>> = futures::stream::iter(tasks)
-        .map(list)
-        .buffered(FETCHES_AT_ONCE)
-        .try_collect()
-        .await?;
+    let found: Vec<Vec<Found>> = futures::stream::iter(tasks).map(list).buffered(FETCHES_AT_ONCE).try_collect().await?;
     let found: Vec<Found> = found.into_iter().flatten().collect();
-    if let Some(missing) = paths
-        .iter()
-        .find(|path| !found.iter().any(|found| found.file.path == **path))
-    {
+    if let Some(missing) = paths.iter().find(|path| !found.iter().any(|found| found.file.path == **path)) {
         let next = format!("`volley outputs ls {}` lists what there is", which.job);
-        return Err(CliError::Usage(format!(
-            "there is no output {missing:?}; {next}"
-        )));
+        return Err(CliError::Usage(format!("there is no output {missing:?}; {next}")));
     }
-    Ok(found
-        .into_iter()
-        .filter(|found| paths.is_empty() || paths.contains(&found.file.path))
-        .collect())
+    Ok(found.into_iter().filter(|found| paths.is_empty() || paths.contains(&found.file.path)).collect())
 }
 
 async fn to_stdout(ctx: &Ctx, client: &Client, get: &Get) -> Result<(), CliError> {
     let (Some(task), [path]) = (get.which.task, get.paths.as_slice()) else {
-        return Err(CliError::Usage(
-            "--stdout takes one task and one path".into(),
-        ));
+        return Err(CliError::Usage("--stdout takes one task and one path".into()));
     };
-    let mut output = client
-        .output(get.which.job, task, get.which.attempt, path)
-        .await?;
+    let mut output = client.output(get.which.job, task, get.which.attempt, path).await?;
     let mut filter = std::io::stdout().is_terminal().then(clean::Filter::default);
     while let Some(chunk) = output.chunk().await? {
         match &mut filter {
@@ -153,49 +132,22 @@ async fn to_stdout(ctx: &Ctx, client: &Client, get: &Get) -> Result<(), CliError
 
 async fn to_dir(ctx: &Ctx, client: &Client, get: &Get) -> Result<(), CliError> {
     let which = &get.which;
-    let dir = get
-        .dir
-        .clone()
-        .unwrap_or_else(|| PathBuf::from(which.job.to_string()));
+    let dir = get.dir.clone().unwrap_or_else(|| PathBuf::from(which.job.to_string()));
     let found = find(client, which, &get.paths).await?;
     let bytes: u64 = found.iter().map(|found| found.file.bytes).sum();
-    let transfer = Transfer::start(
-        ctx.out,
-        &format!("fetching {}", count(found.len() as u64, "file")),
-        bytes,
-    );
+    let transfer = Transfer::start(ctx.out, &format!("fetching {}", count(found.len() as u64, "file")), bytes);
     let progress = |bytes| transfer.add(bytes);
     let fetch = |found: &Found| {
         let (dir, found) = (target_dir(&dir, found.task), found.clone());
         let progress = &progress;
-        async move {
-            client
-                .fetch_output(
-                    which.job,
-                    found.task,
-                    which.attempt,
-                    &found.file,
-                    &dir,
-                    progress,
-                )
-                .await
-        }
+        async move { client.fetch_output(which.job, found.task, which.attempt, &found.file, &dir, progress).await }
     };
-    let fetched: Result<Vec<PathBuf>, _> = futures::stream::iter(found.iter().map(fetch))
-        .buffer_unordered(FETCHES_AT_ONCE)
-        .try_collect()
-        .await;
+    let fetched: Result<Vec<PathBuf>, _> =
+        futures::stream::iter(found.iter().map(fetch)).buffer_unordered(FETCHES_AT_ONCE).try_collect().await;
     transfer.end();
     let fetched = fetched?.len();
     let answer = json!({ "dir": dir, "files": fetched, "bytes": bytes });
-    ctx.out.show(&answer, || {
-        format!(
-            "{}, {} in {}\n",
-            count(fetched as u64, "file"),
-            units::bytes(bytes),
-            dir.display()
-        )
-    })
+    ctx.out.show(&answer, || format!("{}, {} in {}\n", count(fetched as u64, "file"), units::bytes(bytes), dir.display()))
 }
 
 /// A directory a task: tasks' files have the same names more often than not.
@@ -206,15 +158,7 @@ fn target_dir(dir: &Path, task: u32) -> PathBuf {
 fn files_table(found: &[Found]) -> String {
     let row = |found: &Found| {
         let file = &found.file;
-        vec![
-            found.task.to_string(),
-            clean::line(&file.path, 200),
-            units::bytes(file.bytes),
-            file.sha256.clone(),
-        ]
+        vec![found.task.to_string(), clean::line(&file.path, 200), units::bytes(file.bytes), file.sha256.clone()]
     };
-    table(
-        &["TASK", "PATH", "SIZE", "SHA-256"],
-        found.iter().map(row).collect(),
-    )
+    table(&["TASK", "PATH", "SIZE", "SHA-256"], found.iter().map(row).collect())
 }

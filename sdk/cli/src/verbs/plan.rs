@@ -4,7 +4,7 @@ use std::path::Path;
 
 use serde_json::{Value, json};
 use volley_jobspecs::pages::{LoadedPage, Page, PageCutter};
-use volley_jobspecs::resolve::{InputSource, ResolvedTask};
+use volley_jobspecs::resolve::{InputSource, ResolvedInput, ResolvedTask};
 use volley_jobspecs::validate::ValidJob;
 
 use crate::clean;
@@ -16,8 +16,8 @@ use crate::table::{count, fields};
 
 /// Bytes of an items file read at once.
 const READ_BYTES: usize = 1 << 20;
-/// Stands for the job's id, which is given at submit.
-const JOB_STAND_IN: &str = "j0";
+/// Stands for the job's id, which is given at submit; a dry run of the cluster shows the same.
+const JOB_STAND_IN: &str = "${job.id}";
 /// Longest value shown, in characters.
 const VALUE_CHARS: usize = 160;
 
@@ -37,15 +37,24 @@ pub struct Args {
 /// Carries it out.
 pub async fn run(ctx: &Ctx, args: Args) -> Result<Exit, CliError> {
     let loaded = args.spec.load()?;
+    let name = &loaded.job.spec().name;
     if args.server {
         let client = ctx.client()?;
         let text = loaded.upload(ctx, &client).await?;
-        let plan = client.plan(text).await?;
-        ctx.out.show(&plan, || server_text(&loaded.job, &plan))?;
+        let answer = client.plan(text).await?;
+        ctx.out.show(&answer, || tasks_text(name, u64::from(answer.tasks), answer.first.iter().chain(&answer.last)))?;
         return Ok(Exit::Success);
     }
     let plan = plan(&loaded, args.show)?;
-    ctx.out.show(&plan.json(), || plan.text())?;
+    let (first, last): (Vec<_>, Vec<_>) = plan.shown.iter().partition(|shown| shown.index < args.show);
+    let (first, last): (Vec<_>, Vec<_>) =
+        (first.into_iter().map(Shown::json).collect(), last.into_iter().map(Shown::json).collect());
+    ctx.out.show(&json!({ "tasks": plan.tasks, "first": first, "last": last }), || match plan.tasks {
+        Some(tasks) => tasks_text(name, tasks, first.iter().chain(&last)),
+        None => format!(
+            "{name}: valid; how many tasks is known once the cluster has read the items' file\nnext: `volley plan --server` asks it; `--items FILE` reads a local copy\n"
+        ),
+    })?;
     Ok(Exit::Success)
 }
 
@@ -57,7 +66,6 @@ struct Shown {
 }
 
 struct Plan {
-    name: String,
     /// None: its items are in a file that is not here.
     tasks: Option<u64>,
     shown: Vec<Shown>,
@@ -65,22 +73,9 @@ struct Plan {
 
 fn plan(loaded: &Loaded, show: u64) -> Result<Plan, CliError> {
     let job = &loaded.job;
-    let name = job.spec().name.clone();
     let items = match (&loaded.items, job.items().count()) {
-        (Some(path), _) => {
-            return from_file(job, path, show).map(|(tasks, shown)| Plan {
-                name,
-                tasks: Some(tasks),
-                shown,
-            });
-        }
-        (None, None) => {
-            return Ok(Plan {
-                name,
-                tasks: None,
-                shown: Vec::new(),
-            });
-        }
+        (Some(path), _) => return from_file(job, path, show).map(|(tasks, shown)| Plan { tasks: Some(tasks), shown }),
+        (None, None) => return Ok(Plan { tasks: None, shown: Vec::new() }),
         (None, Some(count)) => count,
     };
     let mut shown = Vec::new();
@@ -89,11 +84,7 @@ fn plan(loaded: &Loaded, show: u64) -> Result<Plan, CliError> {
         let item = job.items().item(index).unwrap_or(Value::Null);
         shown.push(resolve(job, item, index)?);
     }
-    Ok(Plan {
-        name,
-        tasks: Some(items),
-        shown,
-    })
+    Ok(Plan { tasks: Some(items), shown })
 }
 
 /// The first and the last indexes, each once.
@@ -116,13 +107,9 @@ fn from_file(job: &ValidJob, path: &Path, show: u64) -> Result<(u64, Vec<Shown>)
     let Some(file) = job.items().file() else {
         return Ok((0, Vec::new()));
     };
-    let bad = |error| CliError::Items {
-        path: path.to_owned(),
-        error,
-    };
+    let bad = |error| CliError::Items { path: path.to_owned(), error };
     let mut read = std::fs::File::open(path).map_err(CliError::file(path, "read"))?;
-    let (mut cutter, mut pages, mut bytes) =
-        (PageCutter::new(file), Vec::new(), vec![0; READ_BYTES]);
+    let (mut cutter, mut pages, mut bytes) = (PageCutter::new(file), Vec::new(), vec![0; READ_BYTES]);
     let (mut first, mut last) = (Vec::new(), Vec::new());
     let mut take = |pages: &mut Vec<Page>| -> Result<(), CliError> {
         for page in pages.drain(..) {
@@ -133,17 +120,13 @@ fn from_file(job: &ValidJob, path: &Path, show: u64) -> Result<(u64, Vec<Shown>)
                     last.push(shown);
                 }
             }
-            let surplus = last
-                .len()
-                .saturating_sub(usize::try_from(show).unwrap_or(usize::MAX));
+            let surplus = last.len().saturating_sub(usize::try_from(show).unwrap_or(usize::MAX));
             last.drain(..surplus);
         }
         Ok(())
     };
     loop {
-        let length = read
-            .read(&mut bytes)
-            .map_err(CliError::file(path, "read"))?;
+        let length = read.read(&mut bytes).map_err(CliError::file(path, "read"))?;
         if length == 0 {
             break;
         }
@@ -157,127 +140,73 @@ fn from_file(job: &ValidJob, path: &Path, show: u64) -> Result<(u64, Vec<Shown>)
 }
 
 fn tasks_of(job: &ValidJob, page: Page) -> Result<Vec<Shown>, CliError> {
-    let internal = |error: volley_jobspecs::pages::PageError| {
-        CliError::Usage(format!("a page of items can't be read back: {error}"))
-    };
+    let internal =
+        |error: volley_jobspecs::pages::PageError| CliError::Usage(format!("a page of items can't be read back: {error}"));
     let (first, count) = (page.entry.first, page.entry.count);
     let loaded = LoadedPage::new(&page.entry, page.bytes).map_err(internal)?;
-    (first..first + count)
-        .map(|index| resolve(job, loaded.item(index).map_err(internal)?, u64::from(index)))
-        .collect()
+    (first..first + count).map(|index| resolve(job, loaded.item(index).map_err(internal)?, u64::from(index))).collect()
 }
 
-impl Plan {
+impl Shown {
+    /// In the shape of the cluster's own plan.
     fn json(&self) -> Value {
-        let shown: Vec<Value> = self.shown.iter().map(|shown| json!({ "index": shown.index, "item": shown.item, "task": task_json(&shown.task) })).collect();
-        json!({ "name": self.name, "tasks": self.tasks, "shown": shown })
-    }
-
-    fn text(&self) -> String {
-        let Some(tasks) = self.tasks else {
-            return format!(
-                "{}: valid; how many tasks is known once the cluster has read the items' file\nnext: `volley plan --server` asks it; `--items FILE` reads a local copy\n",
-                self.name
-            );
+        let task = &self.task;
+        let source = |from: &InputSource| match from {
+            InputSource::S3 { bucket, key } => format!("s3://{bucket}/{key}"),
+            InputSource::Http(url) => url.clone(),
+            InputSource::Upload(id) => format!("upload:{id}"),
         };
-        let mut text = format!("{}: {}\n", self.name, count(tasks, "task"));
-        let mut next = 0;
-        for shown in &self.shown {
-            if shown.index > next {
-                text.push_str(&format!(
-                    "\n… {} in between\n",
-                    count(shown.index - next, "task")
-                ));
-            }
-            next = shown.index + 1;
-            text.push_str(&format!("\ntask {}\n", shown.index));
-            text.push_str(&task_text(&shown.item, &shown.task));
+        let input = |input: &ResolvedInput| json!({ "from": source(&input.from), "path": input.path, "sha256": input.sha256, "executable": input.executable });
+        json!({
+            "index": self.index, "item": self.item, "image": task.image, "isolation": task.isolation, "command": task.command,
+            "env": task.env, "stdin": task.stdin, "workdir": task.workdir, "resources": task.resources,
+            "inputs": task.inputs.iter().map(input).collect::<Vec<_>>(), "outputs": task.outputs, "volumes": task.volumes,
+            "timeouts": task.timeouts, "network": task.network, "secrets": task.secrets,
+        })
+    }
+}
+
+/// Tasks in the order of their indexes, with what is left out in between.
+fn tasks_text<'a>(name: &str, tasks: u64, shown: impl Iterator<Item = &'a Value>) -> String {
+    let mut text = format!("{name}: {}\n", count(tasks, "task"));
+    let mut next = 0;
+    for task in shown {
+        let index = task["index"].as_u64().unwrap_or(next);
+        if index > next {
+            text.push_str(&format!("\n… {} in between\n", count(index - next, "task")));
         }
-        text
+        next = index + 1;
+        text.push_str(&format!("\ntask {index}\n{}", task_text(task)));
     }
+    text
 }
 
-fn source(from: &InputSource) -> String {
-    match from {
-        InputSource::S3 { bucket, key } => format!("s3://{bucket}/{key}"),
-        InputSource::Http(url) => url.clone(),
-        InputSource::Upload(id) => format!("upload:{id}"),
-    }
-}
-
-fn task_json(task: &ResolvedTask) -> Value {
-    let input = |input: &volley_jobspecs::resolve::ResolvedInput| json!({ "from": source(&input.from), "path": input.path, "sha256": input.sha256, "executable": input.executable });
-    json!({
-        "image": task.image,
-        "isolation": task.isolation.as_str(),
-        "command": task.command,
-        "env": task.env,
-        "stdin": task.stdin,
-        "workdir": task.workdir,
-        "inputs": task.inputs.iter().map(input).collect::<Vec<_>>(),
-        "outputs": task.outputs,
-        "resources": task.resources,
-        "timeouts": task.timeouts,
-    })
-}
-
-fn task_text(item: &Value, task: &ResolvedTask) -> String {
+fn task_text(task: &Value) -> String {
+    let plain = |value: &Value| value.as_str().map_or_else(|| value.to_string(), ToOwned::to_owned);
     let shown = |text: &str| clean::line(text, VALUE_CHARS);
-    let words: Vec<String> = task.command.iter().map(|word| quoted(word)).collect();
+    let field = |name: &str| task.get(name).filter(|value| !value.is_null()).map(|value| shown(&plain(value))).unwrap_or_default();
+    let list = |name: &str| task[name].as_array().into_iter().flatten();
+    let words: Vec<String> = list("command").map(|word| quoted(&plain(word))).collect();
     let mut pairs = vec![
-        ("  item", shown(&item.to_string())),
+        ("  item", task.get("item").map(|item| shown(&item.to_string())).unwrap_or_default()),
         ("  command", shown(&words.join(" "))),
-        ("  isolation", task.isolation.as_str().to_owned()),
-        ("  image", shown(task.image.as_deref().unwrap_or_default())),
+        ("  isolation", field("isolation")),
+        ("  image", field("image")),
     ];
-    pairs.extend(
-        task.env
-            .iter()
-            .map(|(key, value)| ("  env", shown(&format!("{key}={value}")))),
-    );
-    pairs.push(("  stdin", shown(task.stdin.as_deref().unwrap_or_default())));
-    pairs.extend(task.inputs.iter().map(|input| {
-        (
-            "  input",
-            shown(&format!("{} <- {}", input.path, source(&input.from))),
-        )
-    }));
-    pairs.extend(
-        task.outputs
-            .iter()
-            .map(|output| ("  output", shown(output))),
-    );
+    let env = task["env"].as_object().into_iter().flatten();
+    pairs.extend(env.map(|(key, value)| ("  env", shown(&format!("{key}={}", plain(value))))));
+    pairs.push(("  stdin", field("stdin")));
+    pairs.push(("  workdir", field("workdir")));
+    pairs
+        .extend(list("inputs").map(|input| ("  input", shown(&format!("{} <- {}", plain(&input["path"]), plain(&input["from"]))))));
+    pairs.extend(list("outputs").map(|output| ("  output", shown(&plain(output)))));
     fields(&pairs)
 }
 
 /// A word as a shell would want it.
 fn quoted(word: &str) -> String {
     let plain = |b: u8| b.is_ascii_alphanumeric() || b"_-./:=,@%+".contains(&b);
-    if !word.is_empty() && word.bytes().all(plain) {
-        word.to_owned()
-    } else {
-        format!("'{}'", word.replace('\'', "'\\''"))
-    }
-}
-
-fn server_text(job: &ValidJob, plan: &volley_sdk::PlanAnswer) -> String {
-    let mut text = format!(
-        "{}: {}\n",
-        job.spec().name,
-        count(u64::from(plan.tasks), "task")
-    );
-    for (title, tasks) in [("first", &plan.first), ("last", &plan.last)] {
-        for task in tasks {
-            text.push_str(&format!("\n{title}\n"));
-            for (key, value) in task.as_object().into_iter().flatten() {
-                text.push_str(&format!(
-                    "  {key}  {}\n",
-                    clean::line(&value.to_string(), VALUE_CHARS)
-                ));
-            }
-        }
-    }
-    text
+    if !word.is_empty() && word.bytes().all(plain) { word.to_owned() } else { format!("'{}'", word.replace('\'', "'\\''")) }
 }
 
 #[cfg(test)]
@@ -290,8 +219,7 @@ mod tests {
     fn job(items: Value) -> ValidJob {
         let task = json!({ "isolation": "process", "command": ["echo", "${item.a} b"], "env": { "I": "${index}" } });
         let spec = json!({ "version": "volley/v1", "name": "n", "items": items, "task": task });
-        parse_and_validate(spec.to_string().as_bytes(), &Features::all())
-            .unwrap_or_else(|e| panic!("{e}"))
+        parse_and_validate(spec.to_string().as_bytes(), &Features::all()).unwrap_or_else(|e| panic!("{e}"))
     }
 
     #[test]
@@ -310,54 +238,25 @@ mod tests {
         let write = |text: &str| std::fs::write(&path, text).unwrap_or_else(|e| panic!("{e}"));
         let job = job(json!({ "jsonl": { "upload": "local" } }));
 
-        write(
-            &(0..50)
-                .map(|n| format!("{{\"a\":{n}}}\n"))
-                .collect::<String>(),
-        );
+        write(&(0..50).map(|n| format!("{{\"a\":{n}}}\n")).collect::<String>());
         let (tasks, shown) = from_file(&job, &path, 2).unwrap_or_else(|e| panic!("{e}"));
-        let plan = Plan {
-            name: "n".into(),
-            tasks: Some(tasks),
-            shown,
-        };
-        let text = plan.text();
-        assert!(
-            text.starts_with(
-                "n: 50 tasks\n\ntask 0\n  item       {\"a\":0}\n  command    echo '0 b'\n"
-            ),
-            "{text}"
-        );
-        assert!(
-            text.contains("\n… 46 tasks in between\n\ntask 48\n")
-                && text.contains("  env        I=49\n"),
-            "{text}"
-        );
-        assert_eq!(plan.json()["shown"].as_array().map(Vec::len), Some(4));
+        let shown: Vec<Value> = shown.iter().map(Shown::json).collect();
+        let text = tasks_text("n", tasks, shown.iter());
+        assert!(text.starts_with("n: 50 tasks\n\ntask 0\n  item       {\"a\":0}\n  command    echo '0 b'\n"), "{text}");
+        assert!(text.contains("\n… 46 tasks in between\n\ntask 48\n") && text.contains("  env        I=49\n"), "{text}");
+        assert_eq!(shown.len(), 4);
 
         write("{\"a\":1}\n{\"b\":1}\n");
-        let error = from_file(&job, &path, 2)
-            .err()
-            .map(|e| (e.exit().code(), e.to_string()));
-        assert!(
-            error.is_some_and(|(code, text)| code == 2 && text.starts_with("task 1 can't be made"))
-        );
+        let error = from_file(&job, &path, 2).err().map(|e| (e.exit().code(), e.to_string()));
+        assert!(error.is_some_and(|(code, text)| code == 2 && text.starts_with("task 1 can't be made")));
         write("{\"a\":1}\nnope\n");
         let error = from_file(&job, &path, 2).err().map(|e| e.to_string());
-        assert!(
-            error
-                .as_ref()
-                .is_some_and(|text| text.contains("items.jsonl, line 2: ")),
-            "{error:?}"
-        );
+        assert!(error.as_ref().is_some_and(|text| text.contains("items.jsonl, line 2: ")), "{error:?}");
         std::fs::remove_dir_all(&dir).unwrap_or_else(|e| panic!("{e}"));
     }
 
     #[test]
     fn words_are_quoted_where_a_shell_would_split_them() {
-        assert_eq!(
-            (quoted("a/b=c"), quoted("it's"), quoted("")),
-            ("a/b=c".into(), "'it'\\''s'".into(), "''".into())
-        );
+        assert_eq!((quoted("a/b=c"), quoted("it's"), quoted("")), ("a/b=c".into(), "'it'\\''s'".into(), "''".into()));
     }
 }

@@ -14,8 +14,5 @@ pub struct Args {
 
 /// Carries it out.
 pub async fn run(ctx: &Ctx, args: Args) -> Result<Exit, CliError> {
-    each_job(ctx, &args.jobs.jobs, async |client, job| {
-        client.rerun(job).await
-    })
-    .await
+    each_job(ctx, &args.jobs.jobs, async |client, job| client.rerun(job).await).await
 }

@@ -40,25 +40,14 @@ pub struct Args {
 
 /// Carries it out.
 pub async fn run(ctx: &Ctx, args: Args) -> Result<Exit, CliError> {
-    let client = if args.follow {
-        ctx.patient_client()?
-    } else {
-        ctx.client()?
-    };
-    let mut results = client.results(
-        args.job,
-        ResultsQuery {
-            after: args.after,
-            follow: args.follow,
-        },
-    );
+    let client = if args.follow { ctx.patient_client()? } else { ctx.client()? };
+    let mut results = client.results(args.job, ResultsQuery { after: args.after, follow: args.follow });
     let wanted = |row: &ResultRow| !args.failed || row.state != TaskState::Succeeded;
     match args.out {
         Some(path) => {
             let mut sink = Sink::open(ctx.out, &path)?;
             let rows = to_file(ctx, &mut results, &mut sink, wanted).await?;
-            ctx.out
-                .note(&format!("{} in {}", count(rows, "row"), path.display()));
+            ctx.out.note(&format!("{} in {}", count(rows, "row"), path.display()));
         }
         None => {
             if !ctx.out.json() {
@@ -78,12 +67,7 @@ pub async fn run(ctx: &Ctx, args: Args) -> Result<Exit, CliError> {
     Ok(Exit::Success)
 }
 
-async fn to_file(
-    ctx: &Ctx,
-    results: &mut Results,
-    sink: &mut Sink,
-    wanted: impl Fn(&ResultRow) -> bool,
-) -> Result<u64, CliError> {
+async fn to_file(ctx: &Ctx, results: &mut Results, sink: &mut Sink, wanted: impl Fn(&ResultRow) -> bool) -> Result<u64, CliError> {
     let mut progress = Line::start(ctx.out);
     let mut rows = 0;
     while let Some(row) = results.next().await {
@@ -102,10 +86,7 @@ async fn to_file(
 }
 
 fn header() -> String {
-    format!(
-        "{:<8} {:<10} {:<14} {:>5} {:>5} {:>7}  {}\n",
-        "TASK", "STATE", "CLASS", "CODE", "TRIES", "RAN", "RESULT OR MESSAGE"
-    )
+    format!("{:<8} {:<10} {:<14} {:>5} {:>5} {:>7}  {}\n", "TASK", "STATE", "CLASS", "CODE", "TRIES", "RAN", "RESULT OR MESSAGE")
 }
 
 fn line(row: &ResultRow) -> String {
@@ -136,25 +117,12 @@ mod tests {
 
     #[test]
     fn a_row_shows_why_it_failed_or_what_came_of_it() {
-        let failed = line(&row(
-            17,
-            Some(FailureClass::RunTimeout),
-            Some("ran longer than 3s\nand more"),
-        ));
-        assert_eq!(
-            failed,
-            "17       failed     run_timeout        1     1   120ms  ran longer than 3s and more\n"
-        );
+        let failed = line(&row(17, Some(FailureClass::RunTimeout), Some("ran longer than 3s\nand more")));
+        assert_eq!(failed, "17       failed     run_timeout        1     1   120ms  ran longer than 3s and more\n");
         let mut good = row(3, None, None);
-        assert_eq!(
-            line(&good),
-            "3        succeeded                           1   120ms  out\n"
-        );
+        assert_eq!(line(&good), "3        succeeded                           1   120ms  out\n");
         good.result = Some(serde_json::json!({ "score": 1 }));
         assert!(line(&good).ends_with("120ms  {\"score\":1}\n"));
-        assert_eq!(
-            header().split_once("RESULT").map(|(left, _)| left.len()),
-            failed.find("ran longer")
-        );
+        assert_eq!(header().split_once("RESULT").map(|(left, _)| left.len()), failed.find("ran longer"));
     }
 }

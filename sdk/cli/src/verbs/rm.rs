@@ -21,8 +21,7 @@ pub async fn run(ctx: &Ctx, args: Args) -> Result<Exit, CliError> {
     for job in &args.jobs.jobs {
         client.remove(*job).await?;
         if !ctx.out.json() {
-            ctx.out
-                .raw(format!("{job} is being removed\n").as_bytes())?;
+            ctx.out.raw(format!("{job} is being removed\n").as_bytes())?;
         }
         removed.push(job.to_string());
     }

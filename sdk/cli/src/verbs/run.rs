@@ -44,11 +44,7 @@ pub async fn run(ctx: &Ctx, args: Args) -> Result<Exit, CliError> {
     }
     let client = ctx.patient_client()?;
     // Made before the submit: a file that can't be written should not cost a job.
-    let mut sink = args
-        .results
-        .as_deref()
-        .map(|path| Sink::open(ctx.out, path))
-        .transpose()?;
+    let mut sink = args.results.as_deref().map(|path| Sink::open(ctx.out, path)).transpose()?;
     let job = submit::submit(ctx, &client, &args.submit).await?.job;
     let mut tally = Tally::default();
     let followed = match &mut sink {
@@ -124,9 +120,7 @@ impl Sink {
     pub(crate) fn write(&mut self, row: &ResultRow) -> Result<(), CliError> {
         match self {
             Self::Stdout(out) => out.row(row),
-            Self::File(file, path) => file
-                .write_all(&json_line(row)?)
-                .map_err(CliError::file(&*path, "write")),
+            Self::File(file, path) => file.write_all(&json_line(row)?).map_err(CliError::file(&*path, "write")),
         }
     }
 

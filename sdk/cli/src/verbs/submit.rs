@@ -25,13 +25,10 @@ pub struct Args {
 pub async fn run(ctx: &Ctx, args: Args) -> Result<Exit, CliError> {
     let submitted = submit(ctx, &ctx.patient_client()?, &args).await?;
     let job = submitted.job;
-    let answer =
-        json!({ "job": job.to_string(), "tasks": submitted.tasks, "existed": submitted.existed });
+    let answer = json!({ "job": job.to_string(), "tasks": submitted.tasks, "existed": submitted.existed });
     ctx.out.show(&answer, || format!("{job}\n"))?;
     if !ctx.out.json() {
-        ctx.out.note(&format!(
-            "next: `volley wait {job}`, `volley results {job} --follow`"
-        ));
+        ctx.out.note(&format!("next: `volley wait {job}`, `volley results {job} --follow`"));
     }
     Ok(Exit::Success)
 }
@@ -46,15 +43,7 @@ pub(crate) async fn submit(ctx: &Ctx, client: &Client, args: &Args) -> Result<Su
     let text = loaded.upload(ctx, client).await?;
     let submitted = client.submit_as(text, &key).await?;
     let name = &loaded.job.spec().name;
-    let known = if submitted.existed {
-        " (was there already, under the same key)"
-    } else {
-        ""
-    };
-    ctx.out.note(&format!(
-        "{}: {name}, {}{known}",
-        submitted.job,
-        count(u64::from(submitted.tasks), "task")
-    ));
+    let known = if submitted.existed { " (was there already, under the same key)" } else { "" };
+    ctx.out.note(&format!("{}: {name}, {}{known}", submitted.job, count(u64::from(submitted.tasks), "task")));
     Ok(submitted)
 }

@@ -30,10 +30,7 @@ pub async fn run(ctx: &Ctx, args: Args) -> Result<Exit, CliError> {
     let client = ctx.client()?;
     let task = client.task(args.job, args.task).await?;
     let attempts = client.attempts(args.job, args.task).await?;
-    ctx.out
-        .show(&json!({ "task": task, "attempts": attempts }), || {
-            text(&task, &attempts)
-        })?;
+    ctx.out.show(&json!({ "task": task, "attempts": attempts }), || text(&task, &attempts))?;
     Ok(Exit::Success)
 }
 
@@ -46,64 +43,26 @@ fn text(task: &TaskView, attempts: &[AttemptView]) -> String {
         vec![
             attempt.number.to_string(),
             word(&attempt.state),
-            attempt
-                .class
-                .map(|class| class.to_string())
-                .unwrap_or_default(),
-            attempt
-                .code
-                .map(|code| code.to_string())
-                .unwrap_or_default(),
+            attempt.class.map(|class| class.to_string()).unwrap_or_default(),
+            attempt.code.map(|code| code.to_string()).unwrap_or_default(),
             attempt.worker.clone(),
             attempt.isolation.clone(),
             units::time(u64::from(attempt.wait_ms)),
             units::time(u64::from(attempt.prepare_ms)),
             units::time(u64::from(attempt.run_ms)),
             units::time(u64::from(attempt.persist_ms)),
-            attempt
-                .memory_bytes_max
-                .map(units::bytes)
-                .unwrap_or_default(),
+            attempt.memory_bytes_max.map(units::bytes).unwrap_or_default(),
             clean::line(attempt.message.as_deref().unwrap_or_default(), 80),
         ]
     };
-    let header = [
-        "TRY",
-        "STATE",
-        "CLASS",
-        "CODE",
-        "WORKER",
-        "ISOLATION",
-        "WAITED",
-        "PREPARED",
-        "RAN",
-        "SAVED",
-        "MEMORY",
-        "MESSAGE",
-    ];
-    text.push_str(&format!(
-        "\n{}",
-        table(&header, attempts.iter().map(row).collect())
-    ));
+    let header =
+        ["TRY", "STATE", "CLASS", "CODE", "WORKER", "ISOLATION", "WAITED", "PREPARED", "RAN", "SAVED", "MEMORY", "MESSAGE"];
+    text.push_str(&format!("\n{}", table(&header, attempts.iter().map(row).collect())));
     if let Some(last) = attempts.last() {
-        tail(
-            &mut text,
-            "stdout",
-            last.stdout_tail.as_deref(),
-            last.stdout_bytes,
-        );
-        tail(
-            &mut text,
-            "stderr",
-            last.stderr_tail.as_deref(),
-            last.stderr_bytes,
-        );
+        tail(&mut text, "stdout", last.stdout_tail.as_deref(), last.stdout_bytes);
+        tail(&mut text, "stderr", last.stderr_tail.as_deref(), last.stderr_bytes);
         if last.output_files > 0 {
-            text.push_str(&format!(
-                "\noutputs: {} files, {}\n",
-                last.output_files,
-                units::bytes(last.output_bytes)
-            ));
+            text.push_str(&format!("\noutputs: {} files, {}\n", last.output_files, units::bytes(last.output_bytes)));
         }
         text.push_str(&format!("\nobjects: {}\n", last.objects));
     }
@@ -116,10 +75,7 @@ fn tail(text: &mut String, stream: &str, tail: Option<&str>, bytes: u64) {
     };
     let lines: Vec<&str> = tail.lines().collect();
     let shown = &lines[lines.len().saturating_sub(TAIL_LINES)..];
-    text.push_str(&format!(
-        "\n{stream} ({}, last lines)\n",
-        units::bytes(bytes)
-    ));
+    text.push_str(&format!("\n{stream} ({}, last lines)\n", units::bytes(bytes)));
     for line in shown {
         text.push_str(&format!("  {}\n", clean::line(line, 200)));
     }
@@ -134,10 +90,7 @@ mod tests {
         let mut text = String::new();
         let lines: String = (0..12).map(|n| format!("line {n}\x1b[A\n")).collect();
         tail(&mut text, "stderr", Some(&lines), 2048);
-        assert!(
-            text.starts_with("\nstderr (2.0 KiB, last lines)\n  line 2\u{fffd}[A\n"),
-            "{text}"
-        );
+        assert!(text.starts_with("\nstderr (2.0 KiB, last lines)\n  line 2\u{fffd}[A\n"), "{text}");
         tail(&mut text, "stdout", Some(""), 0);
         assert_eq!(text.lines().count(), 12);
     }

@@ -24,23 +24,14 @@ pub struct Args {
 }
 
 fn task_state(text: &str) -> Result<TaskState, String> {
-    serde_json::from_value(text.into())
-        .map_err(|_| "one of waiting, running, backoff, succeeded, failed, cancelled".to_owned())
+    serde_json::from_value(text.into()).map_err(|_| "one of waiting, running, backoff, succeeded, failed, cancelled".to_owned())
 }
 
 /// Carries it out.
 pub async fn run(ctx: &Ctx, args: Args) -> Result<Exit, CliError> {
     let client = ctx.client()?;
-    let limit = if args.page.all {
-        PAGE_ROWS_MAX
-    } else {
-        args.page.limit
-    };
-    let mut query = TasksQuery {
-        state: args.state,
-        limit: Some(limit),
-        after: args.page.after,
-    };
+    let limit = if args.page.all { PAGE_ROWS_MAX } else { args.page.limit };
+    let mut query = TasksQuery { state: args.state, limit: Some(limit), after: args.page.after };
     loop {
         let page = client.tasks(args.job, &query).await?;
         if !args.page.all {
@@ -69,22 +60,10 @@ pub fn tasks_table(tasks: &[TaskView]) -> String {
             task.index.to_string(),
             word(&task.state),
             task.attempts.to_string(),
-            task.class
-                .map(|class| class.to_string())
-                .unwrap_or_default(),
+            task.class.map(|class| class.to_string()).unwrap_or_default(),
             task.worker.clone().unwrap_or_default(),
             task.next_try.clone().unwrap_or_default(),
         ]
     };
-    table(
-        &[
-            "TASK",
-            "STATE",
-            "TRIES",
-            "LAST FAILURE",
-            "WORKER",
-            "NEXT TRY",
-        ],
-        tasks.iter().map(row).collect(),
-    )
+    table(&["TASK", "STATE", "TRIES", "LAST FAILURE", "WORKER", "NEXT TRY"], tasks.iter().map(row).collect())
 }

@@ -1,7 +1,7 @@
 //! `volley tenant`.
 
 use clap::Subcommand;
-use volley_jobspecs::api::TenantRequest;
+use volley_jobspecs::api::{TenantRequest, TenantView};
 use volley_jobspecs::ids::TenantId;
 
 use crate::ctx::Ctx;
@@ -58,13 +58,9 @@ pub async fn run(ctx: &Ctx, args: Args) -> Result<Exit, CliError> {
                 concurrency: add.concurrency,
                 priority_max: add.priority_max,
             };
-            client.put_tenant(&request).await?;
-            ctx.out
-                .show(&request, || tenants_table(std::slice::from_ref(&request)))?;
-            ctx.out.note(&format!(
-                "next: `volley token create --tenant {}`",
-                request.tenant
-            ));
+            let made = client.put_tenant(&request).await?;
+            ctx.out.show(&made, || tenants_table(std::slice::from_ref(&made)))?;
+            ctx.out.note(&format!("next: `volley token create --tenant {}`", made.tenant));
         }
         Verb::Ls => {
             let tenants = client.tenants().await?;
@@ -74,28 +70,18 @@ pub async fn run(ctx: &Ctx, args: Args) -> Result<Exit, CliError> {
     Ok(Exit::Success)
 }
 
-fn tenants_table(tenants: &[TenantRequest]) -> String {
-    let limit =
-        |limit: Option<u64>| limit.map_or_else(|| "-".to_owned(), |limit| limit.to_string());
-    let row = |tenant: &TenantRequest| {
+fn tenants_table(tenants: &[TenantView]) -> String {
+    let limit = |limit: Option<u64>| limit.map_or_else(|| "-".to_owned(), |limit| limit.to_string());
+    let row = |tenant: &TenantView| {
         vec![
             tenant.tenant.clone(),
-            limit(tenant.weight.map(u64::from)),
-            limit(tenant.active_tasks_max),
-            limit(tenant.active_jobs_max.map(u64::from)),
+            tenant.weight.to_string(),
+            format!("{}/{}", tenant.active_jobs, limit(tenant.active_jobs_max.map(u64::from))),
+            format!("{}/{}", tenant.active_tasks, limit(tenant.active_tasks_max)),
             limit(tenant.concurrency.map(u64::from)),
-            tenant
-                .priority_max
-                .map_or_else(|| "-".to_owned(), |priority| priority.to_string()),
+            tenant.priority_max.to_string(),
         ]
     };
-    let header = [
-        "TENANT",
-        "WEIGHT",
-        "ACTIVE TASKS",
-        "ACTIVE JOBS",
-        "CONCURRENCY",
-        "PRIORITY",
-    ];
+    let header = ["TENANT", "WEIGHT", "ACTIVE JOBS", "ACTIVE TASKS", "CONCURRENCY", "PRIORITY MAX"];
     table(&header, tenants.iter().map(row).collect())
 }

@@ -37,25 +37,18 @@ pub async fn run(ctx: &Ctx, args: Args) -> Result<Exit, CliError> {
     match args.verb {
         Verb::Create { operator } => {
             let Some(tenant) = ctx.tenant() else {
-                return Err(CliError::Usage("whose token is it to be? name the tenant: --tenant NAME (`volley tenant ls` lists them)".into()));
+                return Err(CliError::Usage(
+                    "whose token is it to be? name the tenant: --tenant NAME (`volley tenant ls` lists them)".into(),
+                ));
             };
-            let tenant = tenant
-                .parse::<TenantId>()
-                .map_err(|error| CliError::Usage(format!("--tenant: {error}")))?
-                .to_string();
-            let answer = client
-                .create_token(&TokenRequest { tenant, operator })
-                .await?;
+            let tenant = tenant.parse::<TenantId>().map_err(|error| CliError::Usage(format!("--tenant: {error}")))?.to_string();
+            let answer = client.create_token(&TokenRequest { tenant, operator }).await?;
             ctx.out.show(&answer, || format!("{}\n", answer.token))?;
-            ctx.out.note(&format!(
-                "it is shown this once; `volley token revoke {}` makes it worthless",
-                answer.id
-            ));
+            ctx.out.note(&format!("it is shown this once; `volley token revoke {}` makes it worthless", answer.id));
         }
         Verb::Revoke { id } => {
             client.revoke_token(&id).await?;
-            ctx.out
-                .show(&json!({ "revoked": id }), || format!("{id} is revoked\n"))?;
+            ctx.out.show(&json!({ "revoked": id }), || format!("{id} is revoked\n"))?;
         }
     }
     Ok(Exit::Success)

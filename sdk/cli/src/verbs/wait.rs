@@ -27,16 +27,13 @@ pub async fn run(ctx: &Ctx, args: Args) -> Result<Exit, CliError> {
     let waiting = wait_all(ctx, &args);
     match args.timeout {
         None => waiting.await,
-        Some(timeout) => {
-            match tokio::time::timeout(Duration::from_millis(timeout.0), waiting).await {
-                Ok(result) => result,
-                Err(_) => {
-                    ctx.out
-                        .note(&format!("not ended within {timeout}; the jobs go on"));
-                    Ok(Exit::TimedOut)
-                }
+        Some(timeout) => match tokio::time::timeout(Duration::from_millis(timeout.0), waiting).await {
+            Ok(result) => result,
+            Err(_) => {
+                ctx.out.note(&format!("not ended within {timeout}; the jobs go on"));
+                Ok(Exit::TimedOut)
             }
-        }
+        },
     }
 }
 
@@ -57,12 +54,8 @@ async fn wait_all(ctx: &Ctx, args: &Args) -> Result<Exit, CliError> {
         }
     }
     match ended.as_slice() {
-        [one] => ctx
-            .out
-            .show(one, || jobs_table(&ended, jiff::Timestamp::now()))?,
-        _ => ctx
-            .out
-            .show(&ended, || jobs_table(&ended, jiff::Timestamp::now()))?,
+        [one] => ctx.out.show(one, || jobs_table(&ended, jiff::Timestamp::now()))?,
+        _ => ctx.out.show(&ended, || jobs_table(&ended, jiff::Timestamp::now()))?,
     }
     Ok(exit)
 }

@@ -56,19 +56,13 @@ pub async fn run(ctx: &Ctx, args: Args) -> Result<Exit, CliError> {
             ("resumed", workers)
         }
     };
-    ctx.out.show(&json!({ done: workers }), || {
-        format!("{done}: {}\n", workers.join(", "))
-    })?;
+    ctx.out.show(&json!({ done: workers }), || format!("{done}: {}\n", workers.join(", ")))?;
     Ok(Exit::Success)
 }
 
 fn text(workers: &[WorkerView]) -> String {
     let row = |worker: &WorkerView| {
-        let labels: Vec<String> = worker
-            .labels
-            .iter()
-            .map(|(key, value)| format!("{key}={value}"))
-            .collect();
+        let labels: Vec<String> = worker.labels.iter().map(|(key, value)| format!("{key}={value}")).collect();
         vec![
             worker.worker.clone(),
             worker.state.clone(),
@@ -84,19 +78,6 @@ fn text(workers: &[WorkerView]) -> String {
             clean::line(&labels.join(","), 80),
         ]
     };
-    let header = [
-        "WORKER",
-        "STATE",
-        "SLOTS",
-        "TASKS",
-        "CPUS",
-        "MEMORY",
-        "DISK",
-        "ISOLATION",
-        "HEARD",
-        "HOST",
-        "BUILD",
-        "LABELS",
-    ];
+    let header = ["WORKER", "STATE", "SLOTS", "TASKS", "CPUS", "MEMORY", "DISK", "ISOLATION", "HEARD", "HOST", "BUILD", "LABELS"];
     table(&header, workers.iter().map(row).collect())
 }

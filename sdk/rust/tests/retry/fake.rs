@@ -28,11 +28,8 @@ impl Request {
     }
 
     pub fn header(&self, name: &str) -> Option<String> {
-        let find = |line: &str| {
-            line.split_once(": ")
-                .filter(|(key, _)| key.eq_ignore_ascii_case(name))
-                .map(|(_, value)| value.to_owned())
-        };
+        let find =
+            |line: &str| line.split_once(": ").filter(|(key, _)| key.eq_ignore_ascii_case(name)).map(|(_, value)| value.to_owned());
         self.head.lines().find_map(find)
     }
 }
@@ -62,11 +59,7 @@ impl Fake {
                 }
             }
         });
-        Self {
-            url,
-            requests,
-            task,
-        }
+        Self { url, requests, task }
     }
 
     pub fn url(&self) -> String {
@@ -93,14 +86,8 @@ async fn read(socket: &mut TcpStream) -> Option<Request> {
             continue;
         };
         let head = String::from_utf8_lossy(&bytes[..end]).into_owned();
-        let mut request = Request {
-            head,
-            body: bytes[end + 4..].to_vec(),
-        };
-        let length: usize = request
-            .header("content-length")
-            .and_then(|n| n.parse().ok())
-            .unwrap_or(0);
+        let mut request = Request { head, body: bytes[end + 4..].to_vec() };
+        let length: usize = request.header("content-length").and_then(|n| n.parse().ok()).unwrap_or(0);
         while request.body.len() < length {
             if socket.read_buf(&mut request.body).await.ok()? == 0 {
                 return None;
@@ -116,12 +103,7 @@ pub fn chunk(text: &str) -> String {
 
 fn chunked(parts: &[&str], end: &str) -> Reply {
     let body: String = parts.iter().map(|part| chunk(part)).collect();
-    Reply::Bytes(
-        format!(
-            "HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\nconnection: close\r\n\r\n{body}{end}"
-        )
-        .into_bytes(),
-    )
+    Reply::Bytes(format!("HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\nconnection: close\r\n\r\n{body}{end}").into_bytes())
 }
 
 /// A stream that ends as it should.
@@ -144,11 +126,7 @@ pub fn json(status: u16, sequence: u64, value: &Value) -> Reply {
 }
 
 pub fn refusal(status: u16, code: &str, retryable: bool) -> Reply {
-    json(
-        status,
-        0,
-        &json!({ "code": code, "message": "no", "retryable": retryable }),
-    )
+    json(status, 0, &json!({ "code": code, "message": "no", "retryable": retryable }))
 }
 
 pub fn not_ready() -> Reply {

@@ -12,10 +12,7 @@ use volley_sdk::{Client, Config, Error, ResultsQuery, Retry};
 const JOB: JobId = JobId(7);
 
 fn client(fakes: &[&Fake]) -> Client {
-    let mut config = Config::new(
-        fakes.iter().map(|fake| fake.url()).collect(),
-        Some("vt_a_secret".into()),
-    );
+    let mut config = Config::new(fakes.iter().map(|fake| fake.url()).collect(), Some("vt_a_secret".into()));
     config.retry = Retry {
         first_contact: Duration::from_secs(5),
         budget: Duration::from_secs(5),
@@ -38,10 +35,7 @@ fn job(state: &str) -> Value {
 }
 
 fn event(sequence: u64, state: &str) -> String {
-    format!(
-        "id: {sequence}\ndata: {}\n\n",
-        json!({ "sequence": sequence, "kind": "job", "job": job(state), "task": null })
-    )
+    format!("id: {sequence}\ndata: {}\n\n", json!({ "sequence": sequence, "kind": "job", "job": job(state), "task": null }))
 }
 
 async fn indexes(client: &Client, query: ResultsQuery) -> Vec<u32> {
@@ -68,10 +62,7 @@ async fn results_go_on_behind_the_last_row_whatever_breaks() {
         whole(&[&row(3)]),
     ])
     .await;
-    assert_eq!(
-        indexes(&client(&[&fake]), ResultsQuery::follow()).await,
-        [0, 1, 2, 3]
-    );
+    assert_eq!(indexes(&client(&[&fake]), ResultsQuery::follow()).await, [0, 1, 2, 3]);
     let asked: Vec<String> = fake.requests().iter().map(|r| r.target()).collect();
     let results = |query: &str| format!("/v1/jobs/j7/results?{query}");
     assert_eq!(
@@ -91,14 +82,8 @@ async fn results_go_on_behind_the_last_row_whatever_breaks() {
 #[tokio::test]
 async fn results_that_do_not_follow_end_at_what_is_there() {
     let fake = Fake::start(vec![whole(&[&row(4)])]).await;
-    assert_eq!(
-        indexes(&client(&[&fake]), ResultsQuery::now().after("c3")).await,
-        [4]
-    );
-    assert_eq!(
-        fake.requests()[0].target(),
-        "/v1/jobs/j7/results?follow=false&after=c3"
-    );
+    assert_eq!(indexes(&client(&[&fake]), ResultsQuery::now().after("c3")).await, [4]);
+    assert_eq!(fake.requests()[0].target(), "/v1/jobs/j7/results?follow=false&after=c3");
 }
 
 #[tokio::test]
@@ -106,10 +91,7 @@ async fn a_refusal_for_good_ends_the_stream_at_once() {
     let fake = Fake::start(vec![refusal(404, "not_found", false)]).await;
     let mut results = client(&[&fake]).results(JOB, ResultsQuery::follow());
     let first = results.next().await;
-    assert!(
-        matches!(&first, Some(Err(error)) if error.code() == "not_found" && !error.is_retryable()),
-        "{first:?}"
-    );
+    assert!(matches!(&first, Some(Err(error)) if error.code() == "not_found" && !error.is_retryable()), "{first:?}");
     assert!(results.next().await.is_none());
     assert_eq!(fake.requests().len(), 1);
 }
@@ -117,37 +99,16 @@ async fn a_refusal_for_good_ends_the_stream_at_once() {
 #[tokio::test]
 async fn a_submit_is_repeated_under_the_same_key_and_reads_ask_for_its_sequence() {
     let answer = json!({ "job": "j7", "tasks": 3, "existed": true });
-    let fake = Fake::start(vec![
-        Reply::Drop,
-        not_ready(),
-        json(200, 55, &answer),
-        json(200, 56, &job("running")),
-    ])
-    .await;
+    let fake = Fake::start(vec![Reply::Drop, not_ready(), json(200, 55, &answer), json(200, 56, &job("running"))]).await;
     let client = client(&[&fake]);
-    let submitted = client
-        .submit("{}".to_owned())
-        .await
-        .unwrap_or_else(|e| panic!("{e}"));
-    assert_eq!(
-        (submitted.job, submitted.existed, client.sequence()),
-        (JOB, true, 55)
-    );
+    let submitted = client.submit("{}".to_owned()).await.unwrap_or_else(|e| panic!("{e}"));
+    assert_eq!((submitted.job, submitted.existed, client.sequence()), (JOB, true, 55));
     client.job(JOB).await.unwrap_or_else(|e| panic!("{e}"));
 
     let requests = fake.requests();
-    let keys: Vec<Option<String>> = requests[..3]
-        .iter()
-        .map(|r| r.header("idempotency-key"))
-        .collect();
-    assert!(
-        keys[0].is_some() && keys.iter().all(|key| *key == keys[0]),
-        "{keys:?}"
-    );
-    assert_eq!(
-        requests[0].header("authorization").as_deref(),
-        Some("Bearer vt_a_secret")
-    );
+    let keys: Vec<Option<String>> = requests[..3].iter().map(|r| r.header("idempotency-key")).collect();
+    assert!(keys[0].is_some() && keys.iter().all(|key| *key == keys[0]), "{keys:?}");
+    assert_eq!(requests[0].header("authorization").as_deref(), Some("Bearer vt_a_secret"));
     assert_eq!(requests[0].header("volley-sequence"), None);
     assert_eq!(requests[3].header("volley-sequence").as_deref(), Some("55"));
     assert_eq!(client.sequence(), 56);
@@ -167,10 +128,7 @@ async fn what_must_not_happen_twice_is_not_repeated_after_a_lost_answer() {
 
 #[tokio::test]
 async fn another_coordinator_is_asked_when_one_is_gone() {
-    let (gone, fake) = (
-        Fake::start(vec![]).await,
-        Fake::start(vec![json(200, 1, &job("running"))]).await,
-    );
+    let (gone, fake) = (Fake::start(vec![]).await, Fake::start(vec![json(200, 1, &job("running"))]).await);
     let client = client(&[&gone, &fake]);
     gone.stop().await;
     assert!(client.job(JOB).await.is_ok());
@@ -192,81 +150,36 @@ async fn a_watch_comes_back_and_never_shows_an_older_state() {
         sequences.push(event.unwrap_or_else(|e| panic!("{e}")).sequence);
     }
     assert_eq!(sequences, [10, 12, 12, 15]);
-    assert_eq!(
-        fake.requests()[1].header("last-event-id").as_deref(),
-        Some("12")
-    );
+    assert_eq!(fake.requests()[1].header("last-event-id").as_deref(), Some("12"));
 }
 
 #[tokio::test]
 async fn waiting_ends_with_a_job_that_ended_while_nobody_watched() {
-    let fake = Fake::start(vec![
-        whole(&[&event(10, "running")]),
-        json(200, 11, &job("failed")),
-    ])
-    .await;
-    let ended = client(&[&fake])
-        .wait(JOB)
-        .await
-        .unwrap_or_else(|e| panic!("{e}"));
+    let fake = Fake::start(vec![whole(&[&event(10, "running")]), json(200, 11, &job("failed"))]).await;
+    let ended = client(&[&fake]).wait(JOB).await.unwrap_or_else(|e| panic!("{e}"));
     assert!(ended.state.ended());
 }
 
 #[tokio::test]
 async fn an_answer_of_something_else_is_named_as_that() {
-    let fake = Fake::start(vec![Reply::Bytes(
-        b"HTTP/1.1 200 OK\r\ncontent-length: 6\r\n\r\n<html>".to_vec(),
-    )])
-    .await;
+    let fake = Fake::start(vec![Reply::Bytes(b"HTTP/1.1 200 OK\r\ncontent-length: 6\r\n\r\n<html>".to_vec())]).await;
     let answer = client(&[&fake]).job(JOB).await;
-    assert!(
-        matches!(&answer, Err(Error::Unexpected { .. })),
-        "{answer:?}"
-    );
-    let fake = Fake::start(vec![Reply::Bytes(
-        b"HTTP/1.1 404 Not Found\r\ncontent-length: 4\r\n\r\nnope".to_vec(),
-    )])
-    .await;
+    assert!(matches!(&answer, Err(Error::Unexpected { .. })), "{answer:?}");
+    let fake = Fake::start(vec![Reply::Bytes(b"HTTP/1.1 404 Not Found\r\ncontent-length: 4\r\n\r\nnope".to_vec())]).await;
     let answer = client(&[&fake]).job(JOB).await;
-    assert!(
-        matches!(&answer, Err(error) if error.code() == "http_404"),
-        "{answer:?}"
-    );
+    assert!(matches!(&answer, Err(error) if error.code() == "http_404"), "{answer:?}");
 }
 
 #[tokio::test]
 async fn an_output_is_fetched_again_until_it_is_whole_and_right() {
     let dir = tempfile::tempdir().unwrap_or_else(|e| panic!("{e}"));
     let right = "5891b5b522d5df086d0ff0b110fbd9d21bb4fc7163af34d08286a2e846f6be03"; // "hello\n"
-    let fake = Fake::start(vec![
-        cut_off(&["hel"]),
-        whole(&["jello\n"]),
-        whole(&["hello\n"]),
-    ])
-    .await;
-    let file = volley_sdk::jobspecs::api::OutputFile {
-        path: "a b/c.txt".into(),
-        bytes: 6,
-        sha256: right.into(),
-    };
-    let path = client(&[&fake])
-        .fetch_output(JOB, 3, None, &file, dir.path(), &|_| {})
-        .await
-        .unwrap_or_else(|e| panic!("{e}"));
-    assert_eq!(
-        std::fs::read_to_string(&path).ok().as_deref(),
-        Some("hello\n")
-    );
-    assert_eq!(
-        std::fs::read_dir(dir.path().join("a b"))
-            .map(Iterator::count)
-            .ok(),
-        Some(1)
-    );
-    assert_eq!(
-        fake.requests()[0].target(),
-        "/v1/jobs/j7/tasks/3/outputs/a%20b/c.txt"
-    );
+    let fake = Fake::start(vec![cut_off(&["hel"]), whole(&["jello\n"]), whole(&["hello\n"])]).await;
+    let file = volley_sdk::jobspecs::api::OutputFile { path: "a b/c.txt".into(), bytes: 6, sha256: right.into() };
+    let path = client(&[&fake]).fetch_output(JOB, 3, None, &file, dir.path(), &|_| {}).await.unwrap_or_else(|e| panic!("{e}"));
+    assert_eq!(std::fs::read_to_string(&path).ok().as_deref(), Some("hello\n"));
+    assert_eq!(std::fs::read_dir(dir.path().join("a b")).map(Iterator::count).ok(), Some(1));
+    assert_eq!(fake.requests()[0].target(), "/v1/jobs/j7/tasks/3/outputs/a%20b/c.txt");
 }
 
 #[tokio::test]
@@ -277,19 +190,10 @@ async fn an_upload_is_sent_whole_and_its_checksum_compared() {
     let answer = |sha256: &str| json(201, 1, &json!({ "id": "u1", "bytes": 6, "sha256": sha256 }));
     let right = "5891b5b522d5df086d0ff0b110fbd9d21bb4fc7163af34d08286a2e846f6be03";
     let fake = Fake::start(vec![answer("00"), answer(right)]).await;
-    let uploaded = client(&[&fake])
-        .upload(&path, std::sync::Arc::new(|_| {}))
-        .await
-        .unwrap_or_else(|e| panic!("{e}"));
+    let uploaded = client(&[&fake]).upload(&path, std::sync::Arc::new(|_| {})).await.unwrap_or_else(|e| panic!("{e}"));
     assert_eq!(uploaded.id, "u1");
     let request = &fake.requests()[1];
-    assert_eq!(
-        (
-            request.header("content-length").as_deref(),
-            request.body.as_slice()
-        ),
-        (Some("6"), &b"hello\n"[..])
-    );
+    assert_eq!((request.header("content-length").as_deref(), request.body.as_slice()), (Some("6"), &b"hello\n"[..]));
 }
 
 #[test]

@@ -319,10 +319,11 @@ fn volley(root: &Path, name: &str, args: Vec<OsString>) -> Recipe {
         ("AWS_EC2_METADATA_DISABLED", "true"),
         ("VOLLEY_LOG", "info,async_nats=warn"),
         ("RUST_BACKTRACE", "1"),
+        ("NO_COLOR", "1"),
     ];
     Recipe {
         name: name.to_owned(),
-        program: env!("CARGO_BIN_EXE_volley").into(),
+        program: std::env::var_os("VOLLEY_FAULTS_BINARY").unwrap_or_else(|| env!("CARGO_BIN_EXE_volley").into()).into(),
         args,
         env: env.iter().map(|(k, v)| (k.into(), v.into())).collect(),
         log: root.join(format!("{name}.log")),

@@ -68,7 +68,7 @@ async fn the_coordinators_disk_is_full() {
     let plan = Plan { coordinators: 2, workers: vec![8], data_dir: Some(disk.path().join("data")), ..Plan::default() };
     let cluster = Cluster::start(plan).await;
     let spec = json!({
-        "version": "volley/v1", "name": "many", "items": { "count": 40_000 }, "task": { "isolation": "null" }, "limits": { "rate": "2000/s" },
+        "version": "volley/v1", "name": "many", "items": { "count": 40_000 }, "task": { "isolation": "null", "command": "true" }, "limits": { "rate": "2000/s" },
     });
     let job = cluster.submit(&spec).await;
     let follow = cluster.follow(job);
@@ -101,7 +101,7 @@ async fn the_only_coordinators_disk_is_full() {
     assert!(first.says("No space left on device", Duration::from_secs(60)).await, "{}", cluster.logs(20));
     disk.empty();
     cluster.ready().await;
-    let spec = json!({ "version": "volley/v1", "name": "few", "items": { "count": 100 }, "task": { "isolation": "null" } });
+    let spec = json!({ "version": "volley/v1", "name": "few", "items": { "count": 100 }, "task": { "isolation": "null", "command": "true" } });
     let job = cluster.submit(&spec).await;
     cluster.wait(job, Duration::from_secs(60)).await;
     cluster.all_succeeded(job, 100).await;

@@ -52,7 +52,7 @@ fn schedule(random: &mut Random) -> Vec<(Target, Vec<(u64, Fault)>)> {
 fn specs() -> (serde_json::Value, serde_json::Value) {
     let nulls = json!({
         "version": "volley/v1", "name": "nulls", "items": { "count": NULLS },
-        "task": { "isolation": "null", "retry": { "infraAttempts": 30, "backoff": { "initial": "100ms", "cap": "1s" } } },
+        "task": { "isolation": "null", "command": "true", "retry": { "infraAttempts": 30, "backoff": { "initial": "100ms", "cap": "1s" } } },
         "limits": { "rate": format!("{}/s", u64::from(NULLS) * 1_000 / FAULTS_MS) },
     });
     let writers = json!({

@@ -11,6 +11,7 @@
 //! | `VOLLEY_FAULTS_SLEEPS` | tasks that run meanwhile | 200 | 1000 |
 //! | `VOLLEY_FAULTS_REFUSING_S` | seconds that S3 answers 503 | 12 | 60 |
 //! | `VOLLEY_FAULTS_MALFORMED` | malformed requests | 10,000 | 10,000 |
+//! | `VOLLEY_FAULTS_BINARY` | another `volley` than the one just built, for long runs beside further work | | |
 //! | `VOLLEY_FAULTS_KEEP` | keep the clusters' directories with all logs | | |
 
 #![expect(clippy::unwrap_used, reason = "tests")]

@@ -79,7 +79,7 @@ async fn inventory(cluster: &Cluster) -> Vec<Value> {
 /// Sends it; whatever it is, the answer is no fault of the server's.
 async fn send(cluster: &Cluster, request: Malformed, seed: u64, n: u64) -> u16 {
     let Malformed { method, path, headers, body, may_succeed } = request;
-    let what = format!("request {n} of seed {seed}: {method} {path} {headers:?} {:?}", String::from_utf8_lossy(&body[..body.len().min(2_000)]));
+    let what = format!("request {n} of seed {seed}: {method} {path} {headers:?} {:?}", String::from_utf8_lossy(&body[..body.len().min(1_000)]));
     let mut call = http().request(method, format!("{}{path}", cluster.endpoints[0])).bearer_auth(&cluster.token).body(body);
     for (name, value) in headers {
         match reqwest::header::HeaderValue::from_bytes(&value) {

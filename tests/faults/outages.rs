@@ -67,7 +67,7 @@ async fn nats_is_not_there_at_the_start() {
     tokio::time::sleep(Duration::from_secs(2)).await;
     cluster.nats.back();
     cluster.ready().await;
-    let spec = json!({ "version": "volley/v1", "name": "late", "items": { "count": 100 }, "task": { "isolation": "null" } });
+    let spec = json!({ "version": "volley/v1", "name": "late", "items": { "count": 100 }, "task": { "isolation": "null", "command": "true" } });
     let job = cluster.submit(&spec).await;
     cluster.wait(job, Duration::from_secs(60)).await;
     cluster.all_succeeded(job, 100).await;
@@ -97,7 +97,7 @@ async fn s3_refuses_for_a_while() {
     println!("S3 refuses for {refusing_s} s");
     let begun = Instant::now();
     // Tasks without files need no S3.
-    let free = json!({ "version": "volley/v1", "name": "free", "items": { "count": 1000 }, "task": { "isolation": "null" } });
+    let free = json!({ "version": "volley/v1", "name": "free", "items": { "count": 1000 }, "task": { "isolation": "null", "command": "true" } });
     let free = cluster.submit(&free).await;
     cluster.wait(free, Duration::from_secs(20)).await;
     cluster.all_succeeded(free, 1000).await;

@@ -139,12 +139,6 @@ impl Process {
         }
     }
 
-    /// SIGTERM.
-    pub fn terminate(&self) {
-        self.expected.fetch_add(1, Ordering::SeqCst);
-        signal(self.pid(), Signal::TERM);
-    }
-
     /// Ends it for good.
     pub async fn stop(&mut self) {
         _ = self.wanted.send_replace(Wanted::Gone);
@@ -193,7 +187,7 @@ async fn supervise(
     expected: Arc<AtomicU32>,
 ) {
     loop {
-        if wanted.wait_for(|wanted| *wanted != Wanted::Away).await.is_err() || *wanted.borrow() == Wanted::Gone {
+        if wanted.wait_for(|wanted| *wanted != Wanted::Away).await.is_err() || wanted.borrow().eq(&Wanted::Gone) {
             return;
         }
         let mut child = spawn(&recipe);
@@ -202,7 +196,7 @@ async fn supervise(
         starts.fetch_add(1, Ordering::SeqCst);
         let status = tokio::select! {
             status = child.wait() => status,
-            _ = wanted.wait_for(|wanted| *wanted == Wanted::Gone) => match tokio::time::timeout(STOP_PATIENCE, child.wait()).await {
+            () = async { _ = wanted.wait_for(|wanted| *wanted == Wanted::Gone).await.map(drop) } => match tokio::time::timeout(STOP_PATIENCE, child.wait()).await {
                 Ok(status) => status,
                 Err(_) => {
                     eprintln!("{} did not end within {STOP_PATIENCE:?} of SIGTERM; killed", recipe.name);

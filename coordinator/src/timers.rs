@@ -7,7 +7,7 @@ use std::collections::BTreeSet;
 
 use volley_jobspecs::ids::JobId;
 
-use crate::finish;
+use crate::{finish, uploads};
 use crate::state::effects::Effects;
 use crate::state::job::{EndCause, Job};
 use crate::state::task::{PAGE_TASKS, Phase};
@@ -72,6 +72,7 @@ fn fire(state: &mut State, sequence: u64, timer: Timer, fx: &mut Effects) {
             state.keys.remove(&(tenant.clone(), key.clone()));
             fx.keys.insert((tenant, key));
         }
+        Timer::Upload(tenant, id) => uploads::expired(state, tenant, id, fx),
     }
 }
 

@@ -13,6 +13,8 @@ use serde::{Deserialize, Serialize};
 use tokio::process::{Child, Command};
 use volley_coordinator::io::bus::NatsConfig;
 
+/// The one user of NATS.
+const USER: &str = "volley";
 /// How long the child may take to answer.
 const START_PATIENCE: Duration = Duration::from_secs(20);
 /// How long it may take to end before it is killed.
@@ -60,6 +62,22 @@ impl Secrets {
     }
 }
 
+/// How to reach the NATS of the `volley up` that runs in `dir`.
+pub fn running(dir: &Path) -> Result<NatsConfig, String> {
+    let path = dir.join("secrets.json");
+    let text = std::fs::read(&path).map_err(|e| format!("no `volley up` keeps its cluster in {}: {}: {e}", dir.display(), path.display()))?;
+    let secrets: Secrets = serde_json::from_slice(&text).map_err(|e| format!("{}: {e}", path.display()))?;
+    let url = url(&dir.join("nats").join("ports")).ok_or_else(|| format!("`volley up` does not run in {}; start it first", dir.display()))?;
+    Ok(NatsConfig { url, user: Some((USER.to_owned(), secrets.nats_password)), credentials: None })
+}
+
+/// The address a server wrote down when it was up.
+fn url(ports: &Path) -> Option<String> {
+    let written = std::fs::read_dir(ports).into_iter().flatten().flatten().find_map(|file| std::fs::read(file.path()).ok())?;
+    let found: serde_json::Value = serde_json::from_slice(&written).ok()?;
+    found["nats"][0].as_str().map(str::to_owned)
+}
+
 /// Makes a directory that only its owner may enter.
 pub fn make_private_dir(dir: &Path) -> Result<(), String> {
     let made = std::fs::DirBuilder::new().recursive(true).mode(0o700).create(dir);
@@ -97,7 +115,7 @@ impl Nats {
         let text = format!(
             "host: 127.0.0.1\nport: -1\nserver_name: volley\nports_file_dir: \"{}\"\nmax_payload: 1MB\n\
              jetstream {{ store_dir: \"{}\", sync_interval: always }}\n\
-             authorization {{ user: volley, password: \"{}\" }}\n",
+             authorization {{ user: {USER}, password: \"{}\" }}\n",
             ports.display(),
             dir.join("data").display(),
             secrets.nats_password
@@ -117,7 +135,7 @@ impl Nats {
             .map_err(|e| format!("can't run {}: {e}", binary.display()))?;
         let mut nats = Self { child, config: NatsConfig::default() };
         let url = nats.wait(&ports, &dir).await?;
-        nats.config = NatsConfig { url, user: Some(("volley".to_owned(), secrets.nats_password.clone())), credentials: None };
+        nats.config = NatsConfig { url, user: Some((USER.to_owned(), secrets.nats_password.clone())), credentials: None };
         Ok(nats)
     }
 
@@ -127,10 +145,8 @@ impl Nats {
             if let Ok(Some(status)) = self.child.try_wait() {
                 return Err(format!("nats-server ended at once ({status}); see {}", dir.join("server.log").display()));
             }
-            let written = std::fs::read_dir(ports).into_iter().flatten().flatten().find_map(|file| std::fs::read(file.path()).ok());
-            let found = written.and_then(|bytes| serde_json::from_slice::<serde_json::Value>(&bytes).ok());
-            if let Some(url) = found.as_ref().and_then(|v| v["nats"][0].as_str()) {
-                return Ok(url.to_owned());
+            if let Some(url) = url(ports) {
+                return Ok(url);
             }
             tokio::time::sleep(Duration::from_millis(20)).await;
         }

@@ -10,6 +10,7 @@ use tokio_util::sync::CancellationToken;
 use volley_cli::serve::{CoordinatorArgs, NatsArgs, StoreArgs, WorkerArgs};
 use volley_coordinator::config::CoordinatorConfig;
 use volley_coordinator::io::bus::{self, ConnectError, NatsConfig};
+use volley_coordinator::run::Running;
 use volley_jobspecs::ids::WorkerId;
 use volley_jobspecs::wire::plan::Isolation;
 use volley_store::{Store, StoreConfig};
@@ -87,9 +88,9 @@ pub async fn coordinator(args: CoordinatorArgs) -> Ended {
         ..CoordinatorConfig::new(nats(args.nats)?, args.data_dir, store(args.store))
     };
     let stop = CancellationToken::new();
-    let running = volley_coordinator::run::run(config, stop.clone()).await.map_err(line)?;
-    tracing::info!(addr = %running.addr, cluster = %running.cluster, "coordinator ready");
-    let mut join = running.join;
+    // Only these: whoever keeps the rest keeps its database open.
+    let Running { addr, cluster, mut join, .. } = volley_coordinator::run::run(config, stop.clone()).await.map_err(line)?;
+    tracing::info!(%addr, cluster, "coordinator ready");
     tokio::select! {
         ended = &mut join => return ended.map_err(|e| format!("the coordinator panicked: {e}"))?.map_err(line),
         () = stop_signal() => stop.cancel(),

@@ -10,6 +10,7 @@ use tokio_util::sync::CancellationToken;
 use volley_cli::sdk::config::ClusterFile;
 use volley_cli::serve::UpArgs;
 use volley_coordinator::config::CoordinatorConfig;
+use volley_coordinator::run::Running;
 use volley_jobspecs::ids::WorkerId;
 use volley_jobspecs::wire::plan::Isolation;
 use volley_store::StoreConfig;
@@ -45,8 +46,9 @@ pub async fn up(args: UpArgs, spawner: Option<Spawner>) -> Ended {
         ..CoordinatorConfig::new(nats.config.clone(), dir.join("coordinator"), store.clone())
     };
     let stop = CancellationToken::new();
-    let running = volley_coordinator::run::run(config, stop.clone()).await.map_err(line)?;
-    let file = ClusterFile { url: format!("http://{}", running.addr), token: secrets.token.clone() };
+    // Only these: whoever keeps the rest keeps its database open.
+    let Running { addr, mut join, .. } = volley_coordinator::run::run(config, stop.clone()).await.map_err(line)?;
+    let file = ClusterFile { url: format!("http://{}", addr), token: secrets.token.clone() };
     let path = std::env::var_os("VOLLEY_CONFIG").map(Into::into).or_else(ClusterFile::default_path);
     let path = path.ok_or("no home directory; say where clients find the cluster with VOLLEY_CONFIG")?;
     file.save(&path).map_err(line)?;
@@ -55,7 +57,6 @@ pub async fn up(args: UpArgs, spawner: Option<Spawner>) -> Ended {
 
     let config = nats.config.clone();
     let worker = run_worker(worker_config(&args, &dir)?, &config, store, spawner);
-    let mut join = running.join;
     let ended = tokio::select! {
         ended = worker => ended,
         ended = &mut join => Err(match ended {

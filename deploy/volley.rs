@@ -5,7 +5,6 @@
 mod embedded;
 mod log;
 mod serve;
-mod telemetry;
 mod up;
 
 use std::process::ExitCode;
@@ -44,14 +43,17 @@ fn serve(command: ServeCommand) -> ExitCode {
         Err(error) => return fail(&format!("can't start: {error}")),
     };
     let done = runtime.block_on(async {
-        let telemetry = telemetry::start(role(&command));
+        let telemetry = match volley_cli::telemetry::init(role(&command)) {
+            Ok(telemetry) => telemetry,
+            Err(error) => return Err(error.to_string()),
+        };
         let done = match command {
             ServeCommand::Up(args) => up::up(args, spawner).await,
             ServeCommand::Coordinator(args) => serve::coordinator(args).await,
             ServeCommand::Worker(args) => serve::worker(args, spawner).await,
             ServeCommand::Log(args) => log::log(args).await,
         };
-        telemetry.stop();
+        telemetry.shutdown();
         done
     });
     runtime.shutdown_timeout(std::time::Duration::from_secs(2));

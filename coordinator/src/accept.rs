@@ -8,6 +8,7 @@ use volley_jobspecs::wire::record::Submit;
 use crate::state::effects::{Answer, Effects, Refusal};
 use crate::state::job::{Facts, Job};
 use crate::state::{KEY_MS, Key, State, Timer};
+use crate::uploads;
 
 /// Applies a submit.
 pub fn accept(state: &mut State, sequence: u64, submit: &Submit, fx: &mut Effects) {
@@ -73,5 +74,6 @@ fn create(state: &mut State, sequence: u64, submit: &Submit, fx: &mut Effects) -
     state.head.unstamped.insert(id);
     fx.new_jobs.insert(id);
     fx.touched_jobs.insert(id);
+    uploads::named(state, &submit.actor.tenant, id, &submit.uploads, fx);
     Answer::Submitted { job: id, tasks: submit.plan.tasks, existed: false }
 }

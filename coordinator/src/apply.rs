@@ -9,7 +9,7 @@ use volley_jobspecs::wire::record::{Decided, Decision, Lead, Record, Verb};
 
 use crate::state::State;
 use crate::state::effects::Effects;
-use crate::{accept, assign, control, finish, timers, track};
+use crate::{accept, assign, checkpoint, control, finish, timers, track, uploads};
 
 /// Why a record can't be applied. It stops the coordinator: it never skips.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -36,7 +36,7 @@ pub fn needs(record: &Record) -> Option<(JobId, bool)> {
 pub fn job_of(verb: &Verb) -> Option<JobId> {
     match verb {
         Verb::Cancel { job, .. } | Verb::Pause { job } | Verb::Resume { job } | Verb::Rerun { job } | Verb::Remove { job } => Some(*job),
-        Verb::Drain { .. } | Verb::PutTenant { .. } | Verb::CreateToken { .. } | Verb::RevokeToken { .. } => None,
+        Verb::Drain { .. } | Verb::PutTenant { .. } | Verb::CreateToken { .. } | Verb::RevokeToken { .. } | Verb::Uploaded { .. } => None,
     }
 }
 
@@ -82,13 +82,18 @@ fn apply_decided(state: &mut State, sequence: u64, decided: &Decided, fx: &mut E
             Decision::Tick(now_ms) => timers::tick(state, sequence, *now_ms, fx),
             Decision::Assign(assignments) => assign::assign(state, sequence, place as u32, assignments, fx),
             Decision::WorkerJoined { worker, incarnation, info } => track::joined(state, sequence, worker, *incarnation, info, fx),
-            Decision::WorkerLost { worker, incarnation, .. } => track::lost(state, sequence, worker, *incarnation, fx),
+            Decision::WorkerLost { worker, incarnation, left } => {
+                let lost = track::lost(state, sequence, worker, *incarnation, fx);
+                fx.workers_lost += u64::from(lost && !left);
+            }
             Decision::AttemptsLost(names) => track::attempts_lost(state, sequence, names, fx),
             Decision::Done { job, what } => finish::done(state, *job, *what, fx),
             Decision::Level(level) if *level > LEVEL => return Err(ApplyError::Level { sequence, level: *level }),
             Decision::Level(level) => state.head.level = state.head.level.max(*level),
             // Compared by `core`, which remembers the hashes of its own states.
             Decision::Digest { .. } => {}
+            Decision::Checkpointed { sequence } => checkpoint::made(&mut state.head, *sequence),
+            Decision::UploadGone { tenant, id } => uploads::gone(state, tenant, id, fx),
             Decision::Quarantine { worker, incarnation, until_ms } => {
                 if let Some(found) = state.workers.get_mut(worker).filter(|w| w.incarnation == *incarnation) {
                     found.quarantined_until_ms = *until_ms;

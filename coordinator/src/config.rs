@@ -14,6 +14,7 @@ use volley_store::StoreConfig;
 
 use crate::api::auth::{BOOTSTRAP_ID, TOKEN_PREFIX};
 use crate::api::uploads::UPLOAD_BYTES_MAX;
+use crate::checkpoint::Every;
 use crate::io::bus::NatsConfig;
 use crate::leader::Tuning;
 
@@ -51,6 +52,8 @@ pub struct CoordinatorConfig {
     pub upload_bytes_max: u64,
     /// How long NATS may be away at the start.
     pub start_patience: Duration,
+    /// When checkpoints are made.
+    pub checkpoints: Every,
     /// Tuning that tests shorten.
     pub tuning: Tuning,
 }
@@ -100,6 +103,7 @@ impl CoordinatorConfig {
             items_buckets: Vec::new(),
             upload_bytes_max: UPLOAD_BYTES_MAX,
             start_patience: START_PATIENCE,
+            checkpoints: Every::default(),
             tuning: Tuning::default(),
         }
     }

@@ -9,7 +9,7 @@ use crate::state::effects::{Answer, Effects, Refusal};
 use crate::state::job::EndCause;
 use crate::state::task::{PAGE_TASKS, Phase};
 use crate::state::{State, Tenant, Timer, Token};
-use crate::{finish, timers};
+use crate::{finish, timers, uploads};
 
 /// The tenant whose principals may see and change everything.
 pub const OPERATOR: &str = "operator";
@@ -44,6 +44,10 @@ pub fn control(state: &mut State, sequence: u64, control: &Control, fx: &mut Eff
             }
             None => Err(Refusal::NoToken(id.clone())),
         },
+        Verb::Uploaded { id } => {
+            uploads::uploaded(state, tenant, id, fx);
+            Ok(())
+        }
     };
     // A job and pages that were loaded for this record leave memory at its end, whatever came of the record.
     if let Some(job) = crate::apply::job_of(&control.verb).and_then(|id| state.jobs.get(&id)) {

@@ -3,7 +3,7 @@
 //! Owns the order apply → store → act, loading of jobs that left memory, and the comparison of digests. The driver and the
 //! simulation both drive exactly this.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use volley_jobspecs::ids::{TenantId, Term};
 use volley_jobspecs::wire::record::{Decision, Lead, Record, TenantPolicy};
@@ -38,6 +38,14 @@ pub enum CoreError {
         /// Why.
         source: DecodeError,
     },
+    /// A record makes this build panic.
+    #[error("applying record {sequence} panicked ({what}); install a build that can apply it. To pass over it, and so lose what it says: `volley log skip {sequence}`, then restart every coordinator")]
+    Panicked {
+        /// Which.
+        sequence: u64,
+        /// What the panic said.
+        what: String,
+    },
     /// Our state is not what the leader's was.
     #[error("after record {sequence} this coordinator's state differed from the leader's; its RocksDB directory must be dropped and rebuilt")]
     Digest {
@@ -52,6 +60,10 @@ pub struct Core {
     state: State,
     leader: Option<Leader>,
     digests: BTreeMap<u64, [u8; 16]>,
+    /// Records to pass over.
+    skips: BTreeSet<u64>,
+    /// The record that is being applied, or was the last.
+    applying: u64,
 }
 
 impl Core {
@@ -66,7 +78,19 @@ impl Core {
                 state.tenants.entry(name).or_insert_with(|| Tenant { policy: TenantPolicy::default() });
             }
         }
-        Ok(Self { state, leader: None, digests: BTreeMap::new() })
+        let applying = state.head.sequence;
+        Ok(Self { state, leader: None, digests: BTreeMap::new(), skips: BTreeSet::new(), applying })
+    }
+
+    /// Says which records are passed over. Every coordinator must be told the same before it comes to one of them.
+    pub fn pass_over(&mut self, skips: BTreeSet<u64>) {
+        self.skips = skips;
+    }
+
+    /// The record that is being applied, or was the last: names the one that made `apply` panic.
+    #[must_use]
+    pub fn applying(&self) -> u64 {
+        self.applying
     }
 
     /// The state.
@@ -101,6 +125,13 @@ impl Core {
         let mut fx = Effects::default();
         for (sequence, bytes) in records {
             if *sequence <= self.state.head.sequence {
+                continue;
+            }
+            self.applying = *sequence;
+            if self.skips.contains(sequence) {
+                tracing::warn!(sequence, "passing over a record, as `volley log skip` said");
+                self.state.head.sequence = *sequence;
+                self.state.head.skipped.insert(*sequence);
                 continue;
             }
             let record: Record = wire::decode("record", bytes).map_err(|source| CoreError::Record { sequence: *sequence, source })?;

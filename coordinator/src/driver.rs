@@ -14,17 +14,18 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use volley_jobspecs::ids::{JobId, WorkerId};
 use volley_jobspecs::subjects;
-use volley_jobspecs::wire::record::{Decided, Record, Trailing};
+use volley_jobspecs::wire::record::{Decided, Decision, Record, Trailing};
 use volley_jobspecs::wire::work::{Beat, JobForWorker, WorkAnswer};
 use volley_jobspecs::wire::{self};
 
+use crate::apply::ApplyError;
 use crate::core::{Core, CoreError};
 use crate::io::lease;
 use crate::io::log::{Fenced, Log, LogError};
 use crate::io::rocks::RocksRows;
 use crate::leader::{Action, Leader, Tuning};
 use crate::metrics::Metrics;
-use crate::state::State;
+use crate::state::{Head, State};
 use crate::state::effects::{Answer, Effects};
 use crate::state::rows;
 use crate::trail::Trailer;
@@ -55,6 +56,24 @@ pub enum DriverError {
     Subscribe(String),
 }
 
+impl DriverError {
+    /// Would this coordinator be well again with its rows dropped and built anew?
+    #[must_use]
+    pub fn wants_rebuild(&self) -> bool {
+        match self {
+            Self::Core(CoreError::Digest { .. }) => true,
+            Self::Core(CoreError::Rows(error)) => error.is_damage(),
+            Self::Log(_) | Self::Core(_) | Self::Subscribe(_) => false,
+        }
+    }
+
+    /// Is what comes next no longer in the log, so that a checkpoint must be loaded?
+    #[must_use]
+    pub fn wants_checkpoint(&self) -> bool {
+        matches!(self, Self::Log(LogError::Trimmed { .. }))
+    }
+}
+
 /// A closure that reads the core.
 type Read = Box<dyn FnOnce(&State, Option<&Leader>, u64) + Send>;
 
@@ -67,6 +86,7 @@ pub(crate) enum Input {
     Await(String, oneshot::Sender<Answer>),
     Published { refused: bool },
     Trailed(JobId, Trailing, bool),
+    Record(Decision),
     LeadPublished,
 }
 
@@ -97,9 +117,13 @@ pub struct Parts {
 /// # Errors
 /// [`DriverError`] when the state can't be opened or a subscription fails.
 pub async fn start(parts: Parts, stop: CancellationToken) -> Result<(Handle, tokio::task::JoinHandle<Result<(), DriverError>>), DriverError> {
-    let core = Core::open(&parts.rows).map_err(CoreError::from)?;
+    let mut core = Core::open(&parts.rows).map_err(CoreError::from)?;
     let (_, last, _, _) = parts.log.bounds().await?;
-    let applied = core.state().head.sequence;
+    core.pass_over(parts.log.skips().await?);
+    let Head { sequence: applied, level, .. } = core.state().head;
+    if level > wire::LEVEL {
+        return Err(CoreError::Apply(ApplyError::Level { sequence: applied, level }).into());
+    }
     if applied > last {
         return Err(LogError::Behind { last, applied }.into());
     }
@@ -192,7 +216,14 @@ impl Driver {
             tokio::select! {
                 () = stop.cancelled() => break Ok(()),
                 batch = records.recv() => match batch {
-                    Some(Ok(batch)) => if let Err(error) = self.apply(&batch) { break Err(error.into()) },
+                    Some(Ok(batch)) => {
+                        // A request waits here before its record is published, but both may be ready at once: applied first, the
+                        // record's answer would find nobody waiting.
+                        while let Ok(input) = inputs.try_recv() {
+                            self.input(input);
+                        }
+                        if let Err(error) = self.apply(&batch) { break Err(error.into()) }
+                    }
                     Some(Err(error)) => break Err(error.into()),
                     None => break Ok(()),
                 },
@@ -244,7 +275,11 @@ impl Driver {
                 self.lead_sent = Some(Instant::now());
                 let (record, after) = self.core.lead_record(&self.parts.name, wall_ms());
                 let (log, inputs) = (self.parts.log.clone(), self.inputs.clone());
+                let applied = self.core.state().head.sequence;
                 tokio::spawn(async move {
+                    // A record of the subject that was passed over did not move our own count.
+                    let last = log.last_leader().await.ok().flatten().map(|(sequence, _)| sequence);
+                    let after = last.filter(|last| *last <= applied).unwrap_or(after);
                     // Refused or unknown: the log will tell; the next try builds on what was applied by then.
                     let fenced = log.publish_fenced(Bytes::from(wire::encode(&record)), after).await;
                     tracing::debug!(?fenced, "asked to lead");
@@ -265,7 +300,10 @@ impl Driver {
 
     fn apply(&mut self, batch: &[(u64, Vec<u8>)]) -> Result<(), CoreError> {
         let started = Instant::now();
-        let effects = self.core.apply(&self.parts.rows, batch)?;
+        let (core, rows) = (&mut self.core, &self.parts.rows);
+        // The core is not used again after a panic: the coordinator stops and says which record it was.
+        let applied = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| core.apply(rows, batch)));
+        let effects = applied.unwrap_or_else(|panic| Err(CoreError::Panicked { sequence: self.core.applying(), what: said(&*panic) }))?;
         self.parts.metrics.applied(batch.len(), started.elapsed(), &effects);
         let head = &self.core.state().head;
         if !self.leading && self.lead_sent.is_some() && head.leader == self.parts.name {
@@ -335,6 +373,11 @@ impl Driver {
             Input::Trailed(job, what, done) => {
                 if let Some((leader, _)) = self.core.leader() {
                     leader.trailed(job, what, done);
+                }
+            }
+            Input::Record(decision) => {
+                if let Some((leader, _)) = self.core.leader() {
+                    leader.record(decision);
                 }
             }
             Input::LeadPublished => {}
@@ -432,6 +475,11 @@ impl Driver {
             _ = inputs.send(Input::Published { refused }).await;
         });
     }
+}
+
+fn said(panic: &(dyn std::any::Any + Send)) -> String {
+    let text = panic.downcast_ref::<String>().cloned().or_else(|| panic.downcast_ref::<&str>().map(|text| (*text).to_owned()));
+    text.unwrap_or_else(|| "it said nothing".to_owned())
 }
 
 fn is_ours(bytes: &[u8], term: volley_jobspecs::ids::Term, round: u64) -> bool {

@@ -10,7 +10,7 @@ use crate::state::effects::{Effects, ResultEntry};
 use crate::state::job::{EndCause, Facts, Progress};
 use crate::state::task::{PAGE_TASKS, Phase};
 use crate::state::{Head, State, Timer};
-use crate::timers;
+use crate::{timers, uploads};
 
 /// Ends the job if every task has ended.
 pub fn check(state: &mut State, id: JobId, fx: &mut Effects) {
@@ -91,6 +91,7 @@ pub fn done(state: &mut State, id: JobId, what: Trailing, fx: &mut Effects) {
             if state.head.forget.remove(&id) {
                 state.jobs.remove(&id);
                 fx.forgotten.insert(id);
+                uploads::forgotten(state, id, fx);
             }
         }
     }

@@ -254,6 +254,11 @@ impl Leader {
         self.joining.insert(beat.worker.clone(), beat);
     }
 
+    /// Something that is done beside the leader's own rounds is to be recorded.
+    pub fn record(&mut self, decision: Decision) {
+        self.decide_once(decision);
+    }
+
     fn decide_once(&mut self, decision: Decision) {
         if !self.pending.contains(&decision) {
             self.pending.push(decision);

@@ -46,6 +46,8 @@ pub struct Metrics {
     pub bundles_opened: Counter,
     /// Bundles that came back.
     pub bundles_closed: Counter,
+    /// Workers declared lost; those that left of their own will are not counted.
+    pub workers_lost: Counter,
     /// Attempts ended, by outcome.
     pub attempts: Family<Outcome, Counter>,
     /// Tasks ended, by outcome; ranges of tasks that never started are not in it.
@@ -67,6 +69,7 @@ impl Default for Metrics {
             refused: Counter::default(),
             bundles_opened: Counter::default(),
             bundles_closed: Counter::default(),
+            workers_lost: Counter::default(),
             attempts: Family::default(),
             tasks: Family::default(),
             round_seconds: Histogram::new(SECONDS),
@@ -82,7 +85,9 @@ impl Metrics {
         self.records.inc_by(records as u64);
         self.apply_seconds.observe(took.as_secs_f64());
         for fx in effects {
-            self.jobs_accepted.inc_by(fx.new_jobs.len() as u64);
+            let accepted = |answer: &Answer| matches!(answer, Answer::Submitted { existed: false, .. });
+            self.jobs_accepted.inc_by(fx.answers.iter().filter(|(_, answer)| accepted(answer)).count() as u64);
+            self.workers_lost.inc_by(fx.workers_lost);
             self.refused.inc_by(fx.answers.iter().filter(|(_, answer)| matches!(answer, Answer::Refused(_))).count() as u64);
             self.bundles_opened.inc_by(fx.opened.len() as u64);
             self.bundles_closed.inc_by(fx.closed.len() as u64);
@@ -109,6 +114,7 @@ impl Metrics {
         volley.register("accept_refused", "Requests refused when their record was applied", self.refused.clone());
         volley.register("assign_bundles", "Bundles given to workers", self.bundles_opened.clone());
         volley.register("track_bundles", "Bundles that came back from workers", self.bundles_closed.clone());
+        volley.register("track_workers_lost", "Workers declared lost", self.workers_lost.clone());
         volley.register("track_attempts", "Attempts that ended, by outcome", self.attempts.clone());
         volley.register("finish_tasks", "Tasks that ended, by outcome", self.tasks.clone());
         volley.register("place_round_seconds", "Time of one round of the leader: deciding and placing", self.round_seconds.clone());

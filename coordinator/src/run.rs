@@ -4,13 +4,14 @@
 //! identity of a new cluster, before everything fits together. Does not own what the parts do.
 
 use std::net::SocketAddr;
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
 use async_nats::jetstream;
 use bytes::Bytes;
 use serde::{Deserialize, Serialize};
+use tokio::net::TcpListener;
+use tokio::sync::watch;
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
@@ -24,16 +25,22 @@ use crate::api::{self, App};
 use crate::config::{ConfigError, CoordinatorConfig};
 use crate::driver::{self, DriverError, Handle, Parts};
 use crate::io::bus::{self, ConnectError};
+use crate::io::checkpoint::Keeper;
+use crate::io::levels::Levels;
 use crate::io::log::{Log, LogError};
 use crate::io::objects::Objects;
-use crate::io::rocks::RocksRows;
+use crate::io::restore::{self, RestoreError};
+use crate::io::rocks::Watch;
 use crate::metrics::Metrics;
-use crate::state::rows::{Rows, RowsError, Table, Write};
 
 /// Pause between two tries to reach NATS at the start.
 const CONNECT_PAUSE: Duration = Duration::from_secs(1);
-/// RocksDB row with the cluster's id.
-const CLUSTER_ROW: &[u8] = b"cluster";
+/// A database that has to be built again so soon after the last time is a fault that building it does not mend.
+const REBUILD_PAUSE: Duration = Duration::from_secs(60 * 60);
+/// How long the readers of a database may take to let go of it.
+const CLOSE_PATIENCE: Duration = Duration::from_secs(15);
+/// How often is looked whether they have.
+const CLOSE_LOOK: Duration = Duration::from_millis(20);
 /// Largest identity object, in bytes.
 const IDENTITY_BYTES_MAX: u64 = 4_096;
 
@@ -94,32 +101,9 @@ pub enum StartError {
         /// The bucket's cluster.
         found: String,
     },
-    /// RocksDB belongs to another cluster.
-    #[error("the RocksDB in {} belongs to cluster {found}, log and bucket to cluster {log}; choose another directory, or delete this one: it is rebuilt from the log", .path.display())]
-    OtherRows {
-        /// The directory.
-        path: PathBuf,
-        /// The log's cluster.
-        log: String,
-        /// RocksDB's cluster.
-        found: String,
-    },
-    /// The directory can't be made.
-    #[error("can't make the directory {}: {source}; check its owner and permissions", .path.display())]
-    Directory {
-        /// Which.
-        path: PathBuf,
-        /// Why.
-        source: std::io::Error,
-    },
-    /// RocksDB can't be opened.
-    #[error("can't open the RocksDB in {}: {source} (does another coordinator use it?)", .path.display())]
-    Rows {
-        /// Where.
-        path: PathBuf,
-        /// Why.
-        source: RowsError,
-    },
+    /// The directory, or what is to be loaded into it.
+    #[error("{0}")]
+    Restore(#[from] RestoreError),
     /// The system has no randomness.
     #[error("the system gives no randomness: {0}")]
     Random(String),
@@ -148,6 +132,12 @@ pub enum RunError {
     /// A part panicked.
     #[error("a part of the coordinator panicked: {0}")]
     Panicked(String),
+    /// Its database was to be built again, which failed.
+    #[error("building the state again: {0}")]
+    Again(#[from] Box<StartError>),
+    /// Its database was to be built again, but something still reads it.
+    #[error("the RocksDB is still in use after {0:?}, so it can't be built again; the next start does it")]
+    StillOpen(Duration),
 }
 
 /// A running coordinator.
@@ -157,10 +147,34 @@ pub struct Running {
     pub addr: SocketAddr,
     /// The cluster's id.
     pub cluster: String,
-    /// The coordinator.
+    /// The coordinator. It keeps the database open: who holds it keeps a damaged one from being built again within this process.
     pub handle: Handle,
+    /// What the API works with; for serving it elsewhere too. Keeps the database open as well.
+    pub app: Arc<App>,
     /// Ends when `stop` was asked for, or with the reason why it can't go on.
     pub join: JoinHandle<Result<(), RunError>>,
+}
+
+/// What outlives a rebuild of the database.
+struct Ground {
+    config: CoordinatorConfig,
+    bootstrap_hash: Option<String>,
+    client: async_nats::Client,
+    connections: watch::Receiver<u64>,
+    store: Store,
+    log: Log,
+    metrics: Metrics,
+    /// As given, and with the port that was found free.
+    listen: SocketAddr,
+}
+
+/// From an opened database to its end.
+struct Life {
+    driver: JoinHandle<Result<(), DriverError>>,
+    api: JoinHandle<std::io::Result<()>>,
+    keeper: JoinHandle<()>,
+    rows: Watch,
+    stop: CancellationToken,
 }
 
 /// Starts a coordinator; it runs until `stop`.
@@ -169,61 +183,137 @@ pub struct Running {
 /// [`StartError`]: one clear line.
 pub async fn run(config: CoordinatorConfig, stop: CancellationToken) -> Result<Running, StartError> {
     let bootstrap_hash = config.check()?.map(secret_hash);
-    let name = format!("{}-{}", config.name, random_hex(4)?);
-    let (client, connections) = connect(&config, &name).await?;
+    let (client, connections) = connect(&config, &config.name).await?;
     let store = Store::connect(&config.store).await?;
     if config.create_bucket && store.ensure_bucket().await? {
         tracing::info!(bucket = store.bucket(), "made the bucket");
     }
     store.probe().await?;
     let log = identify(&config, &store, client.clone()).await?;
-    let rows = open_rows(&config, &log.cluster).await?;
-    let metrics = Metrics::default();
-    let trailer = Arc::new(Objects::new(store.clone(), rows.clone(), metrics.clone()));
+    let (listen, cluster) = (config.listen, log.cluster.clone());
+    let mut ground = Ground { config, bootstrap_hash, client, connections, store, log, metrics: Metrics::default(), listen };
     // Before the driver starts: a coordinator that can't be reached should not lead.
-    let listen_error = |source| StartError::Listen { listen: config.listen, source };
-    let listener = tokio::net::TcpListener::bind(config.listen).await.map_err(listen_error)?;
-    let addr = listener.local_addr().map_err(listen_error)?;
-    let cluster = log.cluster.clone();
-    let parts = Parts { name, client, connections, log, rows, trailer, tuning: config.tuning, replicas: config.replicas, metrics };
-    let stop = stop.child_token();
-    let (handle, driver) = driver::start(parts, stop.clone()).await?;
-    let app = Arc::new(App {
-        handle: handle.clone(),
-        store,
-        store_config: config.store,
-        items_buckets: config.items_buckets,
-        bootstrap_hash,
-        features: config.features,
-        upload_bytes_max: config.upload_bytes_max,
-        cluster: cluster.clone(),
-        streams: Streams::default(),
-        stop: stop.clone(),
-    });
-    let serving = tokio::spawn(api::serve(listener, app, stop.clone()));
-    let join = tokio::spawn(supervise(driver, serving, stop));
+    let listener = ground.listen().await?;
+    let addr = listener.local_addr().map_err(|source| StartError::Listen { listen, source })?;
+    ground.listen = addr;
+    let (life, app) = ground.begin(listener, &stop).await?;
+    let join = tokio::spawn(supervise(ground, life, stop));
     tracing::info!(%addr, cluster, "the coordinator runs");
-    Ok(Running { addr, cluster, handle, join })
+    Ok(Running { addr, cluster, handle: app.handle.clone(), app, join })
+}
+
+impl Ground {
+    async fn listen(&self) -> Result<TcpListener, StartError> {
+        TcpListener::bind(self.listen).await.map_err(|source| StartError::Listen { listen: self.listen, source })
+    }
+
+    /// Opens the database and starts everything on it. A database that turns out damaged is built again, once.
+    async fn begin(&self, listener: TcpListener, stop: &CancellationToken) -> Result<(Life, Arc<App>), StartError> {
+        let stop = stop.child_token();
+        let (rows, name, handle, driver) = match self.drive(&stop).await {
+            Err(StartError::Driver(error)) if error.wants_rebuild() => {
+                self.drop_rows(&error)?;
+                self.drive(&stop).await?
+            }
+            driven => driven?,
+        };
+        let app = Arc::new(App {
+            handle: handle.clone(),
+            store: self.store.clone(),
+            store_config: self.config.store.clone(),
+            items_buckets: self.config.items_buckets.clone(),
+            bootstrap_hash: self.bootstrap_hash.clone(),
+            features: self.config.features.clone(),
+            upload_bytes_max: self.config.upload_bytes_max,
+            cluster: self.log.cluster.clone(),
+            streams: Streams::default(),
+            stop: stop.clone(),
+        });
+        let api = tokio::spawn(api::serve(listener, app.clone(), stop.clone()));
+        let levels = Levels::new(self.log.context().clone(), self.config.replicas);
+        let (store, dir, every) = (self.store.clone(), self.config.data_dir.clone(), self.config.checkpoints);
+        let keeper = tokio::spawn(Keeper { handle, store, dir, name, every, levels }.run(stop.clone()));
+        Ok((Life { driver, api, keeper, rows, stop }, app))
+    }
+
+    async fn drive(&self, stop: &CancellationToken) -> Result<(Watch, String, Handle, JoinHandle<Result<(), DriverError>>), StartError> {
+        // New at each start: what an earlier life wrote must not be taken for our own.
+        let name = format!("{}-{}", self.config.name, random_hex(4)?);
+        let rows = restore::open(&self.config.data_dir, &self.store, &self.log).await?;
+        let trailer = Arc::new(Objects::new(self.store.clone(), rows.clone(), self.metrics.clone()));
+        let watch = rows.watch();
+        let parts = Parts {
+            name: name.clone(),
+            client: self.client.clone(),
+            connections: self.connections.clone(),
+            log: self.log.clone(),
+            rows,
+            trailer,
+            tuning: self.config.tuning,
+            replicas: self.config.replicas,
+            metrics: self.metrics.clone(),
+        };
+        let (handle, driver) = driver::start(parts, stop.clone()).await?;
+        Ok((watch, name, handle, driver))
+    }
+
+    /// Has the next opening drop the database.
+    fn drop_rows(&self, why: &DriverError) -> Result<(), StartError> {
+        tracing::error!("dropping the RocksDB in {} and building it again from checkpoint and log: {why}", self.config.data_dir.display());
+        Ok(restore::mark(&self.config.data_dir)?)
+    }
+}
+
+/// Waits for the end of a coordinator. Where a rebuild of its database helps, that is no end, unless the last one is not long past.
+async fn supervise(ground: Ground, life: Life, stop: CancellationToken) -> Result<(), RunError> {
+    let (mut life, mut rebuilt) = (life, None::<Instant>);
+    loop {
+        let rows = life.rows.clone();
+        let ended = ended(life).await;
+        let error = match &ended {
+            Err(RunError::Driver(error)) if error.wants_rebuild() || error.wants_checkpoint() => error,
+            _ => return ended,
+        };
+        if error.wants_rebuild() {
+            ground.drop_rows(error).map_err(Box::new)?;
+        } else {
+            tracing::warn!("loading a checkpoint: {error}");
+        }
+        if rebuilt.is_some_and(|rebuilt| rebuilt.elapsed() < REBUILD_PAUSE) {
+            return ended;
+        }
+        rebuilt = Some(Instant::now());
+        let waited = Instant::now();
+        while !rows.closed() {
+            if waited.elapsed() > CLOSE_PATIENCE {
+                return Err(RunError::StillOpen(CLOSE_PATIENCE));
+            }
+            tokio::time::sleep(CLOSE_LOOK).await;
+        }
+        let listener = ground.listen().await.map_err(Box::new)?;
+        (life, _) = ground.begin(listener, &stop).await.map_err(Box::new)?;
+    }
 }
 
 /// Waits for driver and API; when one ends, so does the other.
-async fn supervise(driver: JoinHandle<Result<(), DriverError>>, api: JoinHandle<std::io::Result<()>>, stop: CancellationToken) -> Result<(), RunError> {
-    let (mut driver, mut api) = (driver, api);
+async fn ended(life: Life) -> Result<(), RunError> {
+    let Life { mut driver, mut api, keeper, stop, .. } = life;
     let panicked = |error: tokio::task::JoinError| RunError::Panicked(error.to_string());
-    tokio::select! {
+    let ended = tokio::select! {
         ended = &mut driver => {
             stop.cancel();
-            let ended = ended.map_err(panicked)?;
             _ = api.await;
-            Ok(ended?)
+            ended.map_err(panicked)?.map_err(RunError::Driver)
         }
         ended = &mut api => {
             stop.cancel();
             let driven = driver.await.map_err(panicked)?;
             ended.map_err(panicked)?.map_err(RunError::Api)?;
-            Ok(driven?)
+            driven.map_err(RunError::Driver)
         }
-    }
+    };
+    _ = keeper.await;
+    ended
 }
 
 fn random_hex(bytes: usize) -> Result<String, StartError> {
@@ -233,7 +323,7 @@ fn random_hex(bytes: usize) -> Result<String, StartError> {
 }
 
 /// Connects to NATS; one that isn't there yet is waited for. One that won't do is refused at once.
-async fn connect(config: &CoordinatorConfig, name: &str) -> Result<(async_nats::Client, tokio::sync::watch::Receiver<u64>), StartError> {
+async fn connect(config: &CoordinatorConfig, name: &str) -> Result<(async_nats::Client, watch::Receiver<u64>), StartError> {
     let started = Instant::now();
     loop {
         let error = match bus::connect(&config.nats, name).await {
@@ -297,29 +387,5 @@ async fn has_log(client: async_nats::Client) -> Result<bool, StartError> {
             jetstream::context::GetStreamErrorKind::JetStream(error) if error.error_code() == jetstream::ErrorCode::STREAM_NOT_FOUND => Ok(false),
             _ => Err(LogError::Nats { what: "looking for the stream VOLLEY_LOG", why: error.to_string() }.into()),
         },
-    }
-}
-
-async fn open_rows(config: &CoordinatorConfig, cluster: &str) -> Result<RocksRows, StartError> {
-    let path = config.data_dir.clone();
-    let directory_error = |source| StartError::Directory { path: path.clone(), source };
-    tokio::fs::create_dir_all(&path).await.map_err(directory_error)?;
-    let opened = {
-        let path = path.clone();
-        tokio::task::spawn_blocking(move || RocksRows::open(&path)).await
-    };
-    let rows_error = |source| StartError::Rows { path: path.clone(), source };
-    let rows = opened.unwrap_or_else(|error| Err(RowsError::Store(error.to_string()))).map_err(rows_error)?;
-    match rows.get(Table::Meta, CLUSTER_ROW).map_err(rows_error)? {
-        Some(found) if found != cluster.as_bytes() => {
-            let found = String::from_utf8_lossy(&found).into_owned();
-            Err(StartError::OtherRows { path, log: cluster.to_owned(), found })
-        }
-        Some(_) => Ok(rows),
-        None => {
-            let write = Write::Put(Table::Meta, CLUSTER_ROW.to_vec(), cluster.as_bytes().to_vec());
-            rows.write(vec![write]).map_err(rows_error)?;
-            Ok(rows)
-        }
     }
 }

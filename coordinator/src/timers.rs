@@ -7,7 +7,7 @@ use std::collections::BTreeSet;
 
 use volley_jobspecs::ids::JobId;
 
-use crate::finish;
+use crate::{finish, uploads};
 use crate::state::effects::Effects;
 use crate::state::job::{EndCause, Job};
 use crate::state::task::{PAGE_TASKS, Phase};
@@ -64,7 +64,7 @@ fn fire(state: &mut State, sequence: u64, timer: Timer, fx: &mut Effects) {
         }
         Timer::Total(id) => {
             let total = state.jobs.get(&id).and_then(|job| job.facts.plan.total_ms).unwrap_or(0);
-            finish::end(state, sequence, id, EndCause::Deadline, format!("it was not done within {total} ms ($.limits.total)"), true, fx);
+            finish::end(state, sequence, id, EndCause::Deadline, format!("it was not done within {total} ms ($.limits.deadline)"), true, fx);
         }
         Timer::FailedObjects(id) => _ = state.head.sweep.insert(id),
         Timer::Forget(id) => _ = state.head.forget.insert(id),
@@ -72,6 +72,7 @@ fn fire(state: &mut State, sequence: u64, timer: Timer, fx: &mut Effects) {
             state.keys.remove(&(tenant.clone(), key.clone()));
             fx.keys.insert((tenant, key));
         }
+        Timer::Upload(tenant, id) => uploads::expired(state, tenant, id, fx),
     }
 }
 

@@ -130,14 +130,15 @@ pub fn joined(state: &mut State, sequence: u64, worker: &WorkerId, incarnation: 
     fx.workers.insert(worker.clone());
 }
 
-/// Applies that a worker is gone.
-pub fn lost(state: &mut State, sequence: u64, worker: &WorkerId, incarnation: Incarnation, fx: &mut Effects) {
+/// Applies that a worker is gone. False: that life of it was gone before.
+pub fn lost(state: &mut State, sequence: u64, worker: &WorkerId, incarnation: Incarnation, fx: &mut Effects) -> bool {
     if state.workers.get(worker).is_none_or(|w| w.incarnation != incarnation) {
-        return;
+        return false;
     }
     end_all(state, sequence, worker, fx);
     state.workers.remove(worker);
     fx.workers.insert(worker.clone());
+    true
 }
 
 /// Ends everything a worker held. Of a bundle only the first unreported task can have been running, so only it is charged.

@@ -11,7 +11,7 @@ use crate::ids::JobId;
 pub const DELAY_MS_MAX: u64 = 24 * 60 * 60 * 1000;
 
 /// Exponential backoff with full jitter.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode, serde::Serialize)]
 #[cbor(map)]
 pub struct Backoff {
     /// Upper bound of the first wait, in milliseconds.

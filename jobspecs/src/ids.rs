@@ -6,6 +6,7 @@ use std::fmt;
 use std::str::FromStr;
 
 use minicbor::{Decode, Encode};
+use serde::{Serialize, Serializer};
 
 /// Longest name of a worker, tenant, job or label, in bytes: each ends up in subjects and keys, which have their own limits.
 pub const NAME_LEN_MAX: usize = 64;
@@ -19,6 +20,12 @@ pub struct JobId(#[n(0)] pub u64);
 impl fmt::Display for JobId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "j{}", self.0)
+    }
+}
+
+impl Serialize for JobId {
+    fn serialize<S: Serializer>(&self, to: S) -> Result<S::Ok, S::Error> {
+        to.collect_str(self)
     }
 }
 
@@ -81,6 +88,12 @@ macro_rules! name_id {
             }
         }
 
+        impl Serialize for $name {
+            fn serialize<S: Serializer>(&self, to: S) -> Result<S::Ok, S::Error> {
+                to.serialize_str(&self.0)
+            }
+        }
+
         impl fmt::Display for $name {
             fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
                 f.write_str(&self.0)
@@ -106,18 +119,18 @@ name_id!(
 );
 
 /// One start of a worker process: random, so that a restarted worker is never taken for the one before it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Encode, Decode)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Encode, Decode, Serialize)]
 #[cbor(transparent)]
 pub struct Incarnation(#[n(0)] pub u64);
 
 /// A leader's time in office, rising.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Encode, Decode, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Encode, Decode, Serialize, Default)]
 #[cbor(transparent)]
 pub struct Term(#[n(0)] pub u64);
 
 /// One try of one task. The sequence is that of the `Assign` record, so no two attempts of a cluster share a name even when a
 /// rerun starts counting afresh.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Encode, Decode)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Encode, Decode, Serialize)]
 pub struct AttemptName {
     /// The job.
     #[n(0)]
@@ -143,7 +156,7 @@ impl fmt::Display for AttemptName {
 }
 
 /// A bundle: the record that assigned it and its place in that record.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Encode, Decode)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Encode, Decode, Serialize)]
 pub struct BundleId {
     /// The log sequence of the record that assigned it.
     #[n(0)]

@@ -80,10 +80,23 @@ pub fn checkpoint(sequence: u64) -> String {
     format!("checkpoints/{sequence:020}.json")
 }
 
-/// One file of a checkpoint, by its hash.
+/// Prefix of everything of checkpoints.
+pub const CHECKPOINTS: &str = "checkpoints/";
+
+/// Prefix of the files of all checkpoints.
+pub const CHECKPOINT_FILES: &str = "checkpoints/files/";
+
+/// The checkpoint whose manifest lies at this key, if it is one.
 #[must_use]
-pub fn checkpoint_file(hash: &str) -> String {
-    format!("checkpoints/files/{hash}")
+pub fn checkpoint_sequence(key: &str) -> Option<u64> {
+    key.strip_prefix(CHECKPOINTS)?.strip_suffix(".json").filter(|digits| digits.len() == 20)?.parse().ok()
+}
+
+/// One file of a checkpoint. `name` is its hash and the checkpoint that stored it, so that a key which was deleted once is never
+/// used again.
+#[must_use]
+pub fn checkpoint_file(name: &str) -> String {
+    format!("{CHECKPOINT_FILES}{name}")
 }
 
 /// The cluster's identity, written once.

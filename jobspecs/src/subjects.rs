@@ -12,6 +12,8 @@ pub const LOG_ALL: &str = "volley.log.>";
 pub const LOG_LEADER: &str = "volley.log.leader";
 /// The bucket that holds the leader's lease.
 pub const LEASE_BUCKET: &str = "VOLLEY_LEASE";
+/// KV bucket in which coordinators say which level of records they support.
+pub const LEVELS_BUCKET: &str = "VOLLEY_LEVELS";
 /// The key of the lease.
 pub const LEASE_KEY: &str = "leader";
 /// Beats of all workers.

@@ -71,8 +71,9 @@ impl Cluster {
     async fn ready(&self) {
         let client = self.client();
         let started = Instant::now();
-        while client.cluster().await.ok().is_none_or(|view| view.leader.is_none()) {
-            assert!(started.elapsed() < Duration::from_secs(60), "no leader; see {}", self.dir.path().display());
+        while client.cluster().await.ok().is_none_or(|view| view.leader.is_empty()) {
+            let log = || std::fs::read_to_string(self.dir.path().join("coordinator.log")).unwrap_or_default();
+            assert!(started.elapsed() < Duration::from_secs(30), "no leader: {}", log());
             tokio::time::sleep(Duration::from_millis(50)).await;
         }
     }

@@ -59,7 +59,7 @@ pub fn submit(random: &mut Random, key: u64) -> Submit {
         items: None,
     };
     let actor = Actor { tenant: TenantId::new("default").unwrap(), principal: "person".to_owned(), request_id: format!("s{key}") };
-    Submit { actor, idempotency_key: format!("k{key}"), spec_hash: "h".to_owned(), plan, spec: SpecRef::Inline(b"{}".to_vec().into()), trace: None }
+    Submit { actor, idempotency_key: format!("k{key}"), spec_hash: "h".to_owned(), plan, spec: SpecRef::Inline(b"{}".to_vec().into()), trace: None, uploads: Vec::new() }
 }
 
 fn complain(world: &mut World, what: String) {

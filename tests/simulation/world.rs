@@ -187,16 +187,7 @@ impl World {
                     self.poll(to);
                 }
             }
-            Event::Report { from, life, incarnation, number, bytes } => {
-                let subject = subjects::log_report(&self.hosts[from].name);
-                let lost = self.devil() && self.random.one_in(12);
-                let written = if lost { None } else { Some(self.log.append(&subject, bytes, None)) };
-                let sequence = written.and_then(|w| if let Written::At(sequence) = w { Some(sequence) } else { None });
-                let answer_lost = self.devil() && self.random.one_in(12);
-                let sequence = sequence.filter(|_| !answer_lost);
-                let wait = if sequence.is_some() { 5 } else { 2_000 };
-                self.soon(1, wait, Event::ReportAcked { to: from, life, incarnation, number, sequence });
-            }
+            Event::Report { from, life, incarnation, number, bytes } => self.report(from, life, incarnation, number, bytes),
             Event::ReportAcked { to, life, incarnation, number, sequence } if self.hosts[to].life == life => {
                 let input = match sequence {
                     Some(sequence) => Input::ReportAcked { incarnation, number, sequence },
@@ -217,6 +208,18 @@ impl World {
             Event::Devil => self.mischief(),
             Event::BeatAnswer { .. } | Event::ReportAcked { .. } | Event::Job { .. } => {}
         }
+    }
+
+    /// A report on its way into the log; it or its answer may be lost.
+    fn report(&mut self, from: usize, life: u64, incarnation: Incarnation, number: u64, bytes: Vec<u8>) {
+        let subject = subjects::log_report(&self.hosts[from].name);
+        let lost = self.devil() && self.random.one_in(12);
+        let written = if lost { None } else { Some(self.log.append(&subject, bytes, None)) };
+        let sequence = written.and_then(|w| if let Written::At(sequence) = w { Some(sequence) } else { None });
+        let answer_lost = self.devil() && self.random.one_in(12);
+        let sequence = sequence.filter(|_| !answer_lost);
+        let wait = if sequence.is_some() { 5 } else { 2_000 };
+        self.soon(1, wait, Event::ReportAcked { to: from, life, incarnation, number, sequence });
     }
 
     /// Core NATS: may be lost, repeated, late.

@@ -30,7 +30,7 @@ const NATS_WAIT: Duration = Duration::from_secs(2);
 const LAG_MAX: u64 = 1_000;
 
 /// The cluster, as this coordinator sees it.
-#[utoipa::path(get, path = "/v1/cluster", tag = "cluster", responses((status = 200, body = ClusterView), (status = 503, body = ErrorBody)))]
+#[utoipa::path(get, path = "/v1/cluster", operation_id = "getCluster", tag = "cluster", responses((status = 200, body = ClusterView), (status = 503, body = ErrorBody)))]
 pub async fn cluster(State(app): State<Arc<App>>, _caller: Caller, query: QueryOf) -> Result<Json<ClusterView>, ApiError> {
     query.only(&[])?;
     let bounds = app.handle.log().bounds().await;
@@ -65,13 +65,13 @@ fn features(app: &App) -> Vec<String> {
 }
 
 /// Answers 200 as long as the process lives.
-#[utoipa::path(get, path = "/healthz", tag = "cluster", responses((status = 200, content_type = "text/plain")))]
+#[utoipa::path(get, path = "/healthz", operation_id = "getHealth", tag = "cluster", responses((status = 200, content_type = "text/plain")))]
 pub async fn healthz() -> &'static str {
     "ok\n"
 }
 
 /// Answers 200 when this coordinator has caught up with the log and somebody leads; else 503 and the reason.
-#[utoipa::path(get, path = "/readyz", tag = "cluster", responses((status = 200, content_type = "text/plain"), (status = 503, body = ErrorBody)))]
+#[utoipa::path(get, path = "/readyz", operation_id = "getReadiness", tag = "cluster", responses((status = 200, content_type = "text/plain"), (status = 503, body = ErrorBody)))]
 pub async fn readyz(State(app): State<Arc<App>>) -> Result<&'static str, ApiError> {
     let not_ready = |why: String| ApiError::new(StatusCode::SERVICE_UNAVAILABLE, "not_ready", why);
     let lag = lag(&app).await.ok_or_else(|| not_ready("NATS does not answer".to_owned()))?;
@@ -97,7 +97,7 @@ async fn lag(app: &App) -> Option<u64> {
 }
 
 /// Metrics in Prometheus' text form. For operators, and for whoever asks from this host.
-#[utoipa::path(get, path = "/metrics", tag = "cluster", responses((status = 200, content_type = "text/plain"), (status = 401, body = ErrorBody), (status = 403, body = ErrorBody)))]
+#[utoipa::path(get, path = "/metrics", operation_id = "getMetrics", tag = "cluster", responses((status = 200, content_type = "text/plain"), (status = 401, body = ErrorBody), (status = 403, body = ErrorBody)))]
 pub async fn metrics(State(app): State<Arc<App>>, request: Request) -> Result<Response, ApiError> {
     let (mut parts, _) = request.into_parts();
     if !from_this_host(&parts) {
@@ -190,7 +190,7 @@ fn labelled(registry: &mut Registry, name: &str, help: &str, label: &'static str
 }
 
 /// This document.
-#[utoipa::path(get, path = "/openapi.json", tag = "cluster", responses((status = 200, content_type = "application/json")))]
+#[utoipa::path(get, path = "/openapi.json", operation_id = "getOpenapi", tag = "cluster", responses((status = 200, content_type = "application/json")))]
 pub async fn openapi() -> Response {
     ([(header::CONTENT_TYPE, "application/json")], super::openapi_json()).into_response()
 }

@@ -33,7 +33,7 @@ const EVENTS_WAITING: usize = 64;
 
 /// Follows a job: an event for each change of its state or counts (`job`) and each task that ends (`task`). The first is the present
 /// state; the stream ends when the job has ended.
-#[utoipa::path(get, path = "/v1/jobs/{job}/events", tag = "jobs", params(("job" = String, Path, description = "The job")),
+#[utoipa::path(get, path = "/v1/jobs/{job}/events", operation_id = "followJobEvents", tag = "jobs", params(("job" = String, Path, description = "The job")),
     responses((status = 200, content_type = "text/event-stream", body = EventView), (status = 404, body = ErrorBody), (status = 429, body = ErrorBody)))]
 pub async fn events(
     State(app): State<Arc<App>>,

@@ -59,7 +59,7 @@ impl Filter {
 }
 
 /// Lists jobs, the newest first.
-#[utoipa::path(get, path = "/v1/jobs", tag = "jobs",
+#[utoipa::path(get, path = "/v1/jobs", operation_id = "listJobs", tag = "jobs",
     params(("state" = Option<JobState>, Query, description = "Only those in this state"), ("name" = Option<String>, Query, description = "Only those of this name"),
         ("label" = Option<Vec<String>>, Query, description = "Only those with this label, `key=value`; may be repeated"),
         ("limit" = Option<u32>, Query, description = "Rows, 1 to 1000; 100 by default"), ("after" = Option<String>, Query, description = "`next` of the page before"),
@@ -104,7 +104,7 @@ fn view(app: &App, caller: &Caller, id: JobId) -> Result<JobView, ApiError> {
 }
 
 /// Looks at a job.
-#[utoipa::path(get, path = "/v1/jobs/{job}", tag = "jobs", params(("job" = String, Path, description = "The job")),
+#[utoipa::path(get, path = "/v1/jobs/{job}", operation_id = "getJob", tag = "jobs", params(("job" = String, Path, description = "The job")),
     responses((status = 200, body = JobView), (status = 404, body = ErrorBody)))]
 pub async fn get(State(app): State<Arc<App>>, caller: Caller, PathOf(job): PathOf<String>, query: QueryOf) -> Result<Json<JobView>, ApiError> {
     query.only(&[])?;
@@ -112,7 +112,7 @@ pub async fn get(State(app): State<Arc<App>>, caller: Caller, PathOf(job): PathO
 }
 
 /// The job's spec in canonical form: sorted, defaults written out.
-#[utoipa::path(get, path = "/v1/jobs/{job}/spec", tag = "jobs", params(("job" = String, Path, description = "The job")),
+#[utoipa::path(get, path = "/v1/jobs/{job}/spec", operation_id = "getJobSpec", tag = "jobs", params(("job" = String, Path, description = "The job")),
     responses((status = 200, content_type = "application/json"), (status = 404, body = ErrorBody), (status = 503, body = ErrorBody)))]
 pub async fn spec(State(app): State<Arc<App>>, caller: Caller, PathOf(job): PathOf<String>, query: QueryOf) -> Result<Response, ApiError> {
     query.only(&[])?;
@@ -137,7 +137,7 @@ async fn control(app: &App, caller: &Caller, id: JobId, verb: Verb) -> Result<Jo
 }
 
 /// Cancels a job: what waits ends at once; what runs may end, or is stopped with `now`.
-#[utoipa::path(post, path = "/v1/jobs/{job}/cancel", tag = "jobs", params(("job" = String, Path, description = "The job")), request_body = CancelRequest,
+#[utoipa::path(post, path = "/v1/jobs/{job}/cancel", operation_id = "cancelJob", tag = "jobs", params(("job" = String, Path, description = "The job")), request_body = CancelRequest,
     responses((status = 200, body = JobView), (status = 404, body = ErrorBody), (status = 409, body = ErrorBody)))]
 pub async fn cancel(State(app): State<Arc<App>>, caller: Caller, PathOf(job): PathOf<String>, query: QueryOf, body: Body) -> Result<Json<JobView>, ApiError> {
     query.only(&[])?;
@@ -151,7 +151,7 @@ pub async fn cancel(State(app): State<Arc<App>>, caller: Caller, PathOf(job): Pa
 }
 
 /// Starts nothing more of a job until it is resumed; what runs goes on.
-#[utoipa::path(post, path = "/v1/jobs/{job}/pause", tag = "jobs", params(("job" = String, Path, description = "The job")),
+#[utoipa::path(post, path = "/v1/jobs/{job}/pause", operation_id = "pauseJob", tag = "jobs", params(("job" = String, Path, description = "The job")),
     responses((status = 200, body = JobView), (status = 404, body = ErrorBody), (status = 409, body = ErrorBody)))]
 pub async fn pause(State(app): State<Arc<App>>, caller: Caller, PathOf(job): PathOf<String>, query: QueryOf) -> Result<Json<JobView>, ApiError> {
     query.only(&[])?;
@@ -160,7 +160,7 @@ pub async fn pause(State(app): State<Arc<App>>, caller: Caller, PathOf(job): Pat
 }
 
 /// Goes on with a paused job.
-#[utoipa::path(post, path = "/v1/jobs/{job}/resume", tag = "jobs", params(("job" = String, Path, description = "The job")),
+#[utoipa::path(post, path = "/v1/jobs/{job}/resume", operation_id = "resumeJob", tag = "jobs", params(("job" = String, Path, description = "The job")),
     responses((status = 200, body = JobView), (status = 404, body = ErrorBody), (status = 409, body = ErrorBody)))]
 pub async fn resume(State(app): State<Arc<App>>, caller: Caller, PathOf(job): PathOf<String>, query: QueryOf) -> Result<Json<JobView>, ApiError> {
     query.only(&[])?;
@@ -169,7 +169,7 @@ pub async fn resume(State(app): State<Arc<App>>, caller: Caller, PathOf(job): Pa
 }
 
 /// Opens a new round for every task that ended without success; results of those that succeeded stay.
-#[utoipa::path(post, path = "/v1/jobs/{job}/rerun", tag = "jobs", params(("job" = String, Path, description = "The job")),
+#[utoipa::path(post, path = "/v1/jobs/{job}/rerun", operation_id = "rerunJob", tag = "jobs", params(("job" = String, Path, description = "The job")),
     responses((status = 200, body = JobView), (status = 404, body = ErrorBody), (status = 409, body = ErrorBody)))]
 pub async fn rerun(State(app): State<Arc<App>>, caller: Caller, PathOf(job): PathOf<String>, query: QueryOf) -> Result<Json<JobView>, ApiError> {
     query.only(&[])?;
@@ -178,7 +178,7 @@ pub async fn rerun(State(app): State<Arc<App>>, caller: Caller, PathOf(job): Pat
 }
 
 /// Forgets an ended job and deletes its objects, in the background.
-#[utoipa::path(delete, path = "/v1/jobs/{job}", tag = "jobs", params(("job" = String, Path, description = "The job")),
+#[utoipa::path(delete, path = "/v1/jobs/{job}", operation_id = "removeJob", tag = "jobs", params(("job" = String, Path, description = "The job")),
     responses((status = 202), (status = 404, body = ErrorBody), (status = 409, body = ErrorBody)))]
 pub async fn remove(State(app): State<Arc<App>>, caller: Caller, PathOf(job): PathOf<String>, query: QueryOf) -> Result<StatusCode, ApiError> {
     query.only(&[])?;

@@ -67,7 +67,7 @@ fn body(mut pieces: mpsc::Receiver<Result<Bytes, std::io::Error>>) -> Body {
 ///
 /// Without `attempt`: of the attempt that decided the task, or the last one. `both` is stdout, then stderr; followed, they come mixed
 /// as they are written.
-#[utoipa::path(get, path = "/v1/jobs/{job}/tasks/{index}/logs", tag = "tasks",
+#[utoipa::path(get, path = "/v1/jobs/{job}/tasks/{index}/logs", operation_id = "getTaskLogs", tag = "tasks",
     params(("job" = String, Path, description = "The job"), ("index" = u32, Path, description = "The task, from 0"),
         ("stream" = Option<String>, Query, description = "`stdout`, `stderr` or `both` (default)"), ("attempt" = Option<u32>, Query, description = "Of this attempt, from 1"),
         ("follow" = Option<bool>, Query, description = "Go on until the task has ended")),
@@ -254,7 +254,7 @@ fn settled(app: &App, job: JobId, index: u32) -> bool {
 }
 
 /// Live output of all tasks of a job that run, one JSON object a line, until the job has ended.
-#[utoipa::path(get, path = "/v1/jobs/{job}/logs", tag = "jobs",
+#[utoipa::path(get, path = "/v1/jobs/{job}/logs", operation_id = "followJobLogs", tag = "jobs",
     params(("job" = String, Path, description = "The job"), ("follow" = bool, Query, description = "Must be true: kept output is fetched task by task")),
     responses((status = 200, content_type = "application/x-ndjson", body = LogLine), (status = 400, body = ErrorBody), (status = 404, body = ErrorBody),
         (status = 429, body = ErrorBody)))]

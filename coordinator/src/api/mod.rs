@@ -75,6 +75,12 @@ pub struct App {
     pub stop: CancellationToken,
 }
 
+impl std::fmt::Debug for App {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("App").field("cluster", &self.cluster).field("store", &self.store).finish_non_exhaustive()
+    }
+}
+
 impl App {
     /// A job's rows, if the caller may see it.
     ///
@@ -97,8 +103,20 @@ pub async fn blocking<T: Send + 'static>(work: impl FnOnce() -> Result<T, ApiErr
     }
 }
 
+/// How requests say who asks.
+struct Bearer;
+
+impl utoipa::Modify for Bearer {
+    fn modify(&self, document: &mut utoipa::openapi::OpenApi) {
+        use utoipa::openapi::security::{Http, HttpAuthScheme, SecurityRequirement, SecurityScheme};
+        let scheme = SecurityScheme::Http(Http::new(HttpAuthScheme::Bearer));
+        document.components.get_or_insert_default().add_security_scheme("token", scheme);
+        document.security = Some(vec![SecurityRequirement::new("token", Vec::<String>::new())]);
+    }
+}
+
 #[derive(OpenApi)]
-#[openapi(info(title = "Volley", description = "Distributed batch fan-out: submit a job, follow it, fetch its results.\n\nAuthenticate with `Authorization: Bearer <token>`. Every answer carries `volley-sequence`; a request that carries it waits until this coordinator has applied that much. Errors have one form (`ErrorBody`).", license(name = "Apache-2.0")),
+#[openapi(modifiers(&Bearer), info(title = "Volley", description = "Distributed batch fan-out: submit a job, follow it, fetch its results.\n\nAuthenticate with `Authorization: Bearer <token>`. Every answer carries `volley-sequence`; a request that carries it waits until this coordinator has applied that much. Errors have one form (`ErrorBody`).", license(name = "Apache-2.0")),
     components(schemas(volley_jobspecs::api::ErrorBody, volley_jobspecs::api::EventView, volley_jobspecs::api::ResultRow, volley_jobspecs::api::LogLine)))]
 struct Document;
 

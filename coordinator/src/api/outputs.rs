@@ -47,7 +47,7 @@ pub fn attempt(app: &App, id: JobId, index: u32, number: Option<u32>) -> Result<
 }
 
 /// Lists the output files of a task: of the attempt that decided it, or of the one named.
-#[utoipa::path(get, path = "/v1/jobs/{job}/tasks/{index}/outputs", tag = "tasks",
+#[utoipa::path(get, path = "/v1/jobs/{job}/tasks/{index}/outputs", operation_id = "listOutputs", tag = "tasks",
     params(("job" = String, Path, description = "The job"), ("index" = u32, Path, description = "The task, from 0"),
         ("attempt" = Option<u32>, Query, description = "Of this attempt, from 1")),
     responses((status = 200, body = Vec<OutputFile>), (status = 404, body = ErrorBody), (status = 503, body = ErrorBody)))]
@@ -70,7 +70,7 @@ pub async fn list(
 }
 
 /// Fetches an output file.
-#[utoipa::path(get, path = "/v1/jobs/{job}/tasks/{index}/outputs/{*path}", tag = "tasks",
+#[utoipa::path(get, path = "/v1/jobs/{job}/tasks/{index}/outputs/{*path}", operation_id = "getOutput", tag = "tasks",
     params(("job" = String, Path, description = "The job"), ("index" = u32, Path, description = "The task, from 0"),
         ("path" = String, Path, description = "The file, as listed"), ("attempt" = Option<u32>, Query, description = "Of this attempt, from 1")),
     responses((status = 200, content_type = "application/octet-stream"), (status = 404, body = ErrorBody), (status = 503, body = ErrorBody)))]

@@ -232,7 +232,7 @@ impl Follow {
 ///
 /// With `follow=true` the stream goes on until the job has ended and every row was sent. A task that was rerun has several rows;
 /// the last one counts.
-#[utoipa::path(get, path = "/v1/jobs/{job}/results", tag = "jobs",
+#[utoipa::path(get, path = "/v1/jobs/{job}/results", operation_id = "streamResults", tag = "jobs",
     params(("job" = String, Path, description = "The job"), ("after" = Option<String>, Query, description = "Cursor of the last row you have"),
         ("follow" = Option<bool>, Query, description = "Go on until the job has ended"), ("tenant" = Option<String>, Query, description = "Operators: whose")),
     responses((status = 200, content_type = "application/x-ndjson", body = ResultRow), (status = 400, body = ErrorBody), (status = 404, body = ErrorBody),

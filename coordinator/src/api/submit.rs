@@ -20,6 +20,7 @@ use volley_jobspecs::plan::plan;
 use volley_jobspecs::resolve::{InputSource, ResolvedTask};
 use volley_jobspecs::spec::Isolation;
 use volley_jobspecs::validate::{Features, ValidJob};
+use volley_jobspecs::wire::LEVEL_KEEPING;
 use volley_jobspecs::wire::plan::{self, SPEC_INLINE_BYTES_MAX, SpecRef};
 use volley_jobspecs::wire::record::Submit;
 use volley_store::{Store, StoreConfig};
@@ -32,6 +33,7 @@ use crate::io::items::{self as file_items, Counted, ItemsError};
 use crate::items::{self, Readable, Source};
 use crate::state::effects::{Answer, Refusal};
 use crate::state::rows;
+use crate::uploads::ANY;
 
 /// Longest idempotency key, in bytes: a UUID or a hash with a prefix; kept in memory for a day.
 pub const KEY_BYTES_MAX: usize = 128;
@@ -43,7 +45,7 @@ const SHOWN: u32 = 3;
 /// Submits a job. The same idempotency key with the same spec gives the same job.
 ///
 /// With `dryRun=true` nothing is created: the answer is what the job would be (`PlanAnswer`).
-#[utoipa::path(post, path = "/v1/jobs", tag = "jobs", request_body(content_type = "application/json", description = "A job spec, `volley/v1`"),
+#[utoipa::path(post, path = "/v1/jobs", operation_id = "submitJob", tag = "jobs", request_body(content_type = "application/json", description = "A job spec, `volley/v1`"),
     params(("dryRun" = Option<bool>, Query, description = "Only say what it would be"), ("tenant" = Option<String>, Query, description = "Operators: for whom"),
         ("idempotency-key" = Option<String>, Header, description = "At most 128 printable ASCII characters; kept for a day")),
     responses((status = 201, body = SubmitAnswer), (status = 200, body = SubmitAnswer, description = "It existed, or the plan of a dry run"),
@@ -81,7 +83,8 @@ pub async fn submit(State(app): State<Arc<App>>, caller: Caller, query: QueryOf,
         Some(key) => key,
         None => random_hex(16)?,
     };
-    let submit = Submit { actor, idempotency_key, spec_hash, plan, spec, trace: trace(&headers) };
+    let uploads = if level(&app).await? >= LEVEL_KEEPING { uploads(&job) } else { Vec::new() };
+    let submit = Submit { actor, idempotency_key, spec_hash, plan, spec, trace: trace(&headers), uploads };
     match app.handle.submit(submit).await? {
         Answer::Submitted { job, tasks, existed } => {
             let status = if existed { StatusCode::OK } else { StatusCode::CREATED };
@@ -90,6 +93,24 @@ pub async fn submit(State(app): State<Arc<App>>, caller: Caller, query: QueryOf,
         // The handle turns refusals into errors, and a submit is never only done.
         Answer::Done | Answer::Refused(_) => Err(ApiError::unavailable("the submit was answered with something else; ask again with the same key")),
     }
+}
+
+/// The level that all coordinators have reached.
+///
+/// # Errors
+/// 503 when this coordinator is stopping.
+pub async fn level(app: &App) -> Result<u32, ApiError> {
+    Ok(app.handle.read(|state, _, _| state.head.level).await?)
+}
+
+/// Uploads that a spec names. A name that only a task completes may be any.
+fn uploads(job: &ValidJob) -> Vec<String> {
+    let items = job.items().file().and_then(|file| file.source.upload.as_deref());
+    let inputs = job.task().inputs.iter().filter_map(|input| input.from.strip_prefix("upload:").or_else(|| input.from.starts_with("${").then_some(ANY)));
+    let mut names: Vec<String> = items.into_iter().chain(inputs).map(|id| if id.contains("${") { ANY } else { id }.to_owned()).collect();
+    names.sort_unstable();
+    names.dedup();
+    names
 }
 
 fn idempotency_key(headers: &HeaderMap) -> Result<Option<String>, ApiError> {

@@ -53,7 +53,7 @@ pub async fn holders(app: &App, job: JobId, wanted: Vec<u32>) -> Result<BTreeMap
 }
 
 /// Lists tasks in the order of their indexes.
-#[utoipa::path(get, path = "/v1/jobs/{job}/tasks", tag = "tasks",
+#[utoipa::path(get, path = "/v1/jobs/{job}/tasks", operation_id = "listTasks", tag = "tasks",
     params(("job" = String, Path, description = "The job"), ("state" = Option<TaskState>, Query, description = "Only those in this state"),
         ("limit" = Option<u32>, Query, description = "Rows, 1 to 1000; 100 by default"), ("after" = Option<u32>, Query, description = "`next` of the page before")),
     responses((status = 200, body = Page<TaskView>), (status = 400, body = ErrorBody), (status = 404, body = ErrorBody)))]
@@ -117,7 +117,7 @@ pub fn stored(app: &App, id: JobId, facts: &Facts, index: u32) -> Result<Stored,
 }
 
 /// Looks at a task.
-#[utoipa::path(get, path = "/v1/jobs/{job}/tasks/{index}", tag = "tasks",
+#[utoipa::path(get, path = "/v1/jobs/{job}/tasks/{index}", operation_id = "getTask", tag = "tasks",
     params(("job" = String, Path, description = "The job"), ("index" = u32, Path, description = "The task, from 0")),
     responses((status = 200, body = TaskView), (status = 404, body = ErrorBody)))]
 pub async fn get(State(app): State<Arc<App>>, caller: Caller, PathOf((job, index)): PathOf<(String, String)>, query: QueryOf) -> Result<Json<TaskView>, ApiError> {
@@ -130,7 +130,7 @@ pub async fn get(State(app): State<Arc<App>>, caller: Caller, PathOf((job, index
 }
 
 /// Lists a task's attempts, the first one first; one that is with a worker is the last.
-#[utoipa::path(get, path = "/v1/jobs/{job}/tasks/{index}/attempts", tag = "tasks",
+#[utoipa::path(get, path = "/v1/jobs/{job}/tasks/{index}/attempts", operation_id = "listAttempts", tag = "tasks",
     params(("job" = String, Path, description = "The job"), ("index" = u32, Path, description = "The task, from 0")),
     responses((status = 200, body = Vec<AttemptView>), (status = 404, body = ErrorBody)))]
 pub async fn attempts(
@@ -156,7 +156,7 @@ pub async fn attempts(
 }
 
 /// Says why a task does not run: what of its job, and what of each worker, stands in the way.
-#[utoipa::path(get, path = "/v1/jobs/{job}/tasks/{index}/explain", tag = "tasks",
+#[utoipa::path(get, path = "/v1/jobs/{job}/tasks/{index}/explain", operation_id = "explainTask", tag = "tasks",
     params(("job" = String, Path, description = "The job"), ("index" = u32, Path, description = "The task, from 0")),
     responses((status = 200, body = Explanation), (status = 404, body = ErrorBody)))]
 pub async fn explain(

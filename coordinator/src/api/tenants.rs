@@ -41,7 +41,7 @@ fn view(state: &Cluster, name: &TenantId, tenant: &Tenant) -> TenantView {
 }
 
 /// Lists the tenants.
-#[utoipa::path(get, path = "/v1/tenants", tag = "operators", responses((status = 200, body = Vec<TenantView>), (status = 403, body = ErrorBody)))]
+#[utoipa::path(get, path = "/v1/tenants", operation_id = "listTenants", tag = "operators", responses((status = 200, body = Vec<TenantView>), (status = 403, body = ErrorBody)))]
 pub async fn list(State(app): State<Arc<App>>, caller: Caller, query: QueryOf) -> Result<Json<Vec<TenantView>>, ApiError> {
     query.only(&[])?;
     caller.operators_only()?;
@@ -50,7 +50,7 @@ pub async fn list(State(app): State<Arc<App>>, caller: Caller, query: QueryOf) -
 }
 
 /// Makes a tenant, or changes it: what is left out is unlimited, or its default.
-#[utoipa::path(post, path = "/v1/tenants", tag = "operators", request_body = TenantRequest,
+#[utoipa::path(post, path = "/v1/tenants", operation_id = "putTenant", tag = "operators", request_body = TenantRequest,
     responses((status = 201, body = TenantView), (status = 400, body = ErrorBody), (status = 403, body = ErrorBody)))]
 pub async fn put(State(app): State<Arc<App>>, caller: Caller, query: QueryOf, body: Body) -> Result<(StatusCode, Json<TenantView>), ApiError> {
     query.only(&[])?;
@@ -79,7 +79,7 @@ pub async fn put(State(app): State<Arc<App>>, caller: Caller, query: QueryOf, bo
 }
 
 /// Makes a token. Its secret is in this answer and nowhere else.
-#[utoipa::path(post, path = "/v1/tokens", tag = "operators", request_body = TokenRequest,
+#[utoipa::path(post, path = "/v1/tokens", operation_id = "createToken", tag = "operators", request_body = TokenRequest,
     responses((status = 201, body = TokenAnswer), (status = 400, body = ErrorBody), (status = 403, body = ErrorBody), (status = 404, body = ErrorBody)))]
 pub async fn create_token(State(app): State<Arc<App>>, caller: Caller, query: QueryOf, body: Body) -> Result<(StatusCode, Json<TokenAnswer>), ApiError> {
     query.only(&[])?;
@@ -98,7 +98,7 @@ pub async fn create_token(State(app): State<Arc<App>>, caller: Caller, query: Qu
 }
 
 /// Makes a token useless, at once.
-#[utoipa::path(delete, path = "/v1/tokens/{id}", tag = "operators", params(("id" = String, Path, description = "The token's id: what stands between `vt_` and the secret")),
+#[utoipa::path(delete, path = "/v1/tokens/{id}", operation_id = "revokeToken", tag = "operators", params(("id" = String, Path, description = "The token's id: what stands between `vt_` and the secret")),
     responses((status = 204), (status = 403, body = ErrorBody), (status = 404, body = ErrorBody)))]
 pub async fn revoke_token(State(app): State<Arc<App>>, caller: Caller, PathOf(id): PathOf<String>, query: QueryOf) -> Result<StatusCode, ApiError> {
     query.only(&[])?;

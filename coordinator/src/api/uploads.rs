@@ -14,6 +14,8 @@ use tokio::sync::Semaphore;
 use tokio_util::io::StreamReader;
 use volley_jobspecs::api::{ErrorBody, UploadAnswer};
 use volley_jobspecs::keys;
+use volley_jobspecs::wire::LEVEL_KEEPING;
+use volley_jobspecs::wire::record::{Control, Verb};
 use volley_store::{UploadError, UploadOptions};
 
 use super::App;
@@ -31,7 +33,7 @@ const TURN_WAIT: Duration = Duration::from_secs(30);
 static TURNS: Semaphore = Semaphore::const_new(UPLOADS_MAX);
 
 /// Uploads a file. Name it in a spec as `upload: <id>` (items) or `upload:<id>` (inputs).
-#[utoipa::path(post, path = "/v1/uploads", tag = "uploads", request_body(content_type = "application/octet-stream", description = "The file"),
+#[utoipa::path(post, path = "/v1/uploads", operation_id = "upload", tag = "uploads", request_body(content_type = "application/octet-stream", description = "The file"),
     responses((status = 201, body = UploadAnswer), (status = 400, body = ErrorBody), (status = 413, body = ErrorBody), (status = 503, body = ErrorBody)))]
 pub async fn upload(
     State(app): State<Arc<App>>,
@@ -54,9 +56,25 @@ pub async fn upload(
     let reader = StreamReader::new(body.into_data_stream().map_err(std::io::Error::other));
     let options = UploadOptions { bytes_hint, bytes_max: Some(app.upload_bytes_max), content_type: None };
     match app.store.upload_stream(&keys::upload(&caller.tenant, &id), reader, &options).await {
-        Ok(uploaded) => Ok((StatusCode::CREATED, Json(UploadAnswer { id, bytes: uploaded.bytes, sha256: uploaded.sha256 }))),
+        Ok(uploaded) => {
+            record(&app, &caller, &id).await?;
+            Ok((StatusCode::CREATED, Json(UploadAnswer { id, bytes: uploaded.bytes, sha256: uploaded.sha256 })))
+        }
         Err(UploadError::TooLarge { .. }) => Err(too_large()),
         Err(UploadError::Read { bytes, source, .. }) => Err(ApiError::bad_request(format!("the body broke off after {bytes} bytes: {source}"))),
         Err(error) => Err(ApiError::store(error.kind(), format!("storing the upload: {error}"))),
     }
+}
+
+/// Records the upload, so that it goes one day. One that can't be recorded is deleted at once.
+async fn record(app: &App, caller: &Caller, id: &str) -> Result<(), ApiError> {
+    if super::submit::level(app).await? < LEVEL_KEEPING {
+        return Ok(());
+    }
+    let control = Control { actor: caller.submitter(random_hex(16)?), verb: Verb::Uploaded { id: id.to_owned() } };
+    if let Err(error) = app.handle.control(control).await {
+        _ = app.store.delete(&keys::upload(&caller.tenant, id)).await;
+        return Err(error.into());
+    }
+    Ok(())
 }

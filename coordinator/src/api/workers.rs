@@ -17,7 +17,7 @@ use super::extract::{PathOf, QueryOf};
 use super::{App, views};
 
 /// Lists the workers that have joined and were not lost.
-#[utoipa::path(get, path = "/v1/workers", tag = "workers", responses((status = 200, body = Vec<WorkerView>), (status = 401, body = ErrorBody)))]
+#[utoipa::path(get, path = "/v1/workers", operation_id = "listWorkers", tag = "workers", responses((status = 200, body = Vec<WorkerView>), (status = 401, body = ErrorBody)))]
 pub async fn list(State(app): State<Arc<App>>, _caller: Caller, query: QueryOf) -> Result<Json<Vec<WorkerView>>, ApiError> {
     query.only(&[])?;
     let views = app.handle.read(|state, leader, now_ms| {
@@ -37,7 +37,7 @@ async fn set(app: &App, caller: &Caller, worker: &str, on: bool) -> Result<Statu
 }
 
 /// Gives a worker nothing more; what it runs may end.
-#[utoipa::path(post, path = "/v1/workers/{worker}/drain", tag = "workers", params(("worker" = String, Path, description = "Its name")),
+#[utoipa::path(post, path = "/v1/workers/{worker}/drain", operation_id = "drainWorker", tag = "workers", params(("worker" = String, Path, description = "Its name")),
     responses((status = 204), (status = 403, body = ErrorBody), (status = 404, body = ErrorBody)))]
 pub async fn drain(State(app): State<Arc<App>>, caller: Caller, PathOf(worker): PathOf<String>, query: QueryOf) -> Result<StatusCode, ApiError> {
     query.only(&[])?;
@@ -45,7 +45,7 @@ pub async fn drain(State(app): State<Arc<App>>, caller: Caller, PathOf(worker): 
 }
 
 /// Gives a drained worker work again.
-#[utoipa::path(post, path = "/v1/workers/{worker}/resume", tag = "workers", params(("worker" = String, Path, description = "Its name")),
+#[utoipa::path(post, path = "/v1/workers/{worker}/resume", operation_id = "resumeWorker", tag = "workers", params(("worker" = String, Path, description = "Its name")),
     responses((status = 204), (status = 403, body = ErrorBody), (status = 404, body = ErrorBody)))]
 pub async fn resume(State(app): State<Arc<App>>, caller: Caller, PathOf(worker): PathOf<String>, query: QueryOf) -> Result<StatusCode, ApiError> {
     query.only(&[])?;

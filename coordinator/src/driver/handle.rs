@@ -9,7 +9,7 @@ use bytes::Bytes;
 use tokio::sync::{broadcast, mpsc, oneshot, watch};
 use volley_jobspecs::ids::JobId;
 use volley_jobspecs::subjects;
-use volley_jobspecs::wire::record::{Control, Record, Submit};
+use volley_jobspecs::wire::record::{Control, Decision, Record, Submit};
 use volley_jobspecs::wire::{self, MESSAGE_BYTES_MAX};
 
 use super::{Input, Parts};
@@ -169,6 +169,14 @@ impl Handle {
         let subject = subjects::log_control(&control.actor.tenant);
         let request = control.actor.request_id.clone();
         self.request(&subject, request, Record::Control(control)).await
+    }
+
+    /// Has the leader record something, if this coordinator leads; what came of it is seen in the state.
+    ///
+    /// # Errors
+    /// [`RequestError::Stopping`].
+    pub async fn record(&self, decision: Decision) -> Result<(), RequestError> {
+        self.inputs.send(Input::Record(decision)).await.map_err(|_| RequestError::Stopping)
     }
 
     async fn request(&self, subject: &str, request: String, record: Record) -> Result<Answer, RequestError> {

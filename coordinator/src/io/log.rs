@@ -3,7 +3,7 @@
 //! Owns its configuration, publishing with and without the leader's fence, and reading it from a sequence on for ever. Does not own
 //! what the records say.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::time::Duration;
 
 use async_nats::jetstream::consumer::{AckPolicy, DeliverPolicy, pull};
@@ -26,6 +26,8 @@ const PUBLISH_TIMEOUT: Duration = Duration::from_secs(5);
 const RETRY_PAUSE: Duration = Duration::from_millis(200);
 /// Key of the cluster's id in the stream's metadata.
 const CLUSTER_ID: &str = "volley-cluster";
+/// Keys of the records to pass over, in the stream's metadata: they go with the log, wherever it is restored to.
+const SKIP: &str = "volley-skip-";
 
 /// Why the log can't be used.
 #[derive(Debug, thiserror::Error)]
@@ -47,7 +49,7 @@ pub enum LogError {
         first: u64,
     },
     /// The log is older than what was applied.
-    #[error("the log ends at {last}, but {applied} was applied already: the log is older than this coordinator's RocksDB, or is another cluster's")]
+    #[error("the log is older than this coordinator: the log ends at record {last}, this coordinator has applied record {applied}. NATS lost data or was restored from an older backup. Restore the newer log; or, to go on with the older one and lose what came after it, delete the RocksDB directory of every coordinator and, in the bucket, the checkpoints behind record {last}")]
     Behind {
         /// End of the log.
         last: u64,
@@ -103,6 +105,49 @@ impl Log {
         let stream = context.get_or_create_stream(config).await.map_err(|e| nats("opening the stream VOLLEY_LOG")(&e))?;
         let cluster = stream.cached_info().config.metadata.get(CLUSTER_ID).cloned().unwrap_or_default();
         Ok(Self { context, cluster })
+    }
+
+    /// Opens the stream that is there.
+    ///
+    /// # Errors
+    /// [`LogError::Nats`], also when there is none.
+    pub async fn existing(client: async_nats::Client) -> Result<Self, LogError> {
+        let context = jetstream::new(client);
+        let stream = context.get_stream(LOG_STREAM).await.map_err(|e| nats("opening the stream VOLLEY_LOG")(&e))?;
+        let cluster = stream.cached_info().config.metadata.get(CLUSTER_ID).cloned().unwrap_or_default();
+        Ok(Self { context, cluster })
+    }
+
+    /// Removes every record before `keep`.
+    ///
+    /// # Errors
+    /// [`LogError::Nats`].
+    pub async fn trim(&self, keep: u64) -> Result<u64, LogError> {
+        let stream = self.context.get_stream_no_info(LOG_STREAM).await.map_err(|e| nats("trimming the log")(&e))?;
+        let purged = stream.purge().sequence(keep).await.map_err(|e| nats("trimming the log")(&e))?;
+        Ok(purged.purged)
+    }
+
+    /// Records to pass over.
+    ///
+    /// # Errors
+    /// [`LogError::Nats`].
+    pub async fn skips(&self) -> Result<BTreeSet<u64>, LogError> {
+        let stream = self.context.get_stream(LOG_STREAM).await.map_err(|e| nats("reading the stream VOLLEY_LOG")(&e))?;
+        let keys = stream.cached_info().config.metadata.keys();
+        Ok(keys.filter_map(|key| key.strip_prefix(SKIP)?.parse().ok()).collect())
+    }
+
+    /// Has every coordinator pass over a record from its next start on.
+    ///
+    /// # Errors
+    /// [`LogError::Nats`].
+    pub async fn skip(&self, sequence: u64) -> Result<(), LogError> {
+        let stream = self.context.get_stream(LOG_STREAM).await.map_err(|e| nats("reading the stream VOLLEY_LOG")(&e))?;
+        let mut config = stream.cached_info().config.clone();
+        config.metadata.insert(format!("{SKIP}{sequence}"), "1".to_owned());
+        self.context.update_stream(config).await.map_err(|e| nats("noting the record in the stream VOLLEY_LOG")(&e))?;
+        Ok(())
     }
 
     /// The JetStream context.
@@ -187,7 +232,7 @@ impl Log {
             let mut next = next.max(1);
             while !sender.is_closed() {
                 match log.read_some(&mut next, &sender).await {
-                    Err(error @ LogError::Trimmed { .. }) => {
+                    Err(error @ (LogError::Trimmed { .. } | LogError::Behind { .. })) => {
                         _ = sender.send(Err(error)).await;
                         return;
                     }
@@ -203,6 +248,11 @@ impl Log {
     /// Reads until something fails. Consumers live in the server's memory, so a restarted server has forgotten ours.
     async fn read_some(&self, next: &mut u64, sender: &mpsc::Sender<Result<Vec<(u64, Vec<u8>)>, LogError>>) -> Result<(), LogError> {
         let stream = self.context.get_stream_no_info(LOG_STREAM).await.map_err(|e| nats("reading the stream VOLLEY_LOG")(&e))?;
+        // A server that lost the end of the log gives its sequences out again: what comes next is not what was meant.
+        let (_, last, _, _) = self.bounds().await?;
+        if last + 1 < *next {
+            return Err(LogError::Behind { last, applied: *next - 1 });
+        }
         let config = pull::Config {
             deliver_policy: DeliverPolicy::ByStartSequence { start_sequence: *next },
             ack_policy: AckPolicy::None,

@@ -22,6 +22,7 @@ use crate::api::results::{self, Cursor};
 use crate::api::views;
 use crate::metrics::Metrics;
 use crate::state::effects::AttemptRow;
+use crate::state::job::{Facts, Progress};
 use crate::state::rows::{self, Rows, RowsError, Table};
 use crate::trail::Trailer;
 
@@ -90,7 +91,21 @@ impl Objects {
     }
 
     async fn manifest(&self, job: JobId) -> Result<(), TrailError> {
-        let Some((facts, progress)) = rows::header(&self.rows, job)? else { return Ok(()) };
+        loop {
+            let Some((facts, progress)) = rows::header(&self.rows, job)? else { return Ok(()) };
+            // A rerun came in between; its own end asks for its own manifest.
+            if progress.ended_ms.is_none() {
+                return Ok(());
+            }
+            self.write_manifest(job, &facts, &progress).await?;
+            // A round that ended meanwhile would be taken for written together with this one.
+            if rows::progress(&self.rows, job)?.is_none_or(|now| now.round == progress.round) {
+                return Ok(());
+            }
+        }
+    }
+
+    async fn write_manifest(&self, job: JobId, facts: &Facts, progress: &Progress) -> Result<(), TrailError> {
         let mut pages = Vec::new();
         let mut cursor = Cursor::START;
         loop {
@@ -101,18 +116,17 @@ impl Objects {
                 break;
             }
             cursor = chunk.next;
-            let (count, last) = (chunk.rows.len(), chunk.rows.len() < PAGE_ROWS);
             let bytes = lines(&chunk.rows);
             let key = keys::job_results(job, progress.round, u32::try_from(pages.len()).unwrap_or(u32::MAX));
-            pages.push(PageRef { key: key.clone(), rows: count, bytes: bytes.len(), blake3: blake3::hash(&bytes).to_hex().to_string() });
+            pages.push(PageRef { key: key.clone(), rows: chunk.rows.len(), bytes: bytes.len(), blake3: blake3::hash(&bytes).to_hex().to_string() });
             self.store.put(&key, bytes).await?;
-            if last {
+            if chunk.rows.len() < PAGE_ROWS {
                 break;
             }
         }
         let count = facts.plan.tasks.saturating_sub(progress.next_fresh);
         let never_started = progress.rest.map(|class| NeverStarted { first: progress.next_fresh, count, class });
-        let view = views::job(job, &facts, &progress, &|key| self.store.url(key));
+        let view = views::job(job, facts, progress, &|key| self.store.url(key));
         let manifest = Manifest { version: "volley/manifest/v1", job: view, pages, never_started };
         // Text, numbers and lists only: there is no failing path.
         let bytes = serde_json::to_vec_pretty(&manifest).unwrap_or_default();

@@ -4,11 +4,13 @@
 //! Everything in it can be rebuilt from the log, so writes are not synced: after a crash of the machine the log fills the gap.
 
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
-use rocksdb::{BlockBasedOptions, Cache, ColumnFamily, ColumnFamilyDescriptor, DB, DBCompressionType, Direction, IteratorMode, Options, ReadOptions, WriteBatch};
+use rocksdb::checkpoint::Checkpoint;
+use rocksdb::{BlockBasedOptions, Cache, ColumnFamily, ColumnFamilyDescriptor, DB, DBCompressionType, Direction, ErrorKind, IteratorMode, Options, ReadOptions, WriteBatch};
 
-use crate::state::rows::{Rows, RowsError, Table, Visit, Write};
+use crate::state::Head;
+use crate::state::rows::{self, Rows, RowsError, Table, Visit, Write};
 
 /// Memtables of all tables together, in bytes: with [`CACHE_BYTES`] the bound on RocksDB's memory.
 pub const MEMTABLES_BYTES: usize = 24 * 1024 * 1024;
@@ -57,8 +59,32 @@ impl RocksRows {
             options.set_write_buffer_size(MEMTABLES_BYTES / 3);
             ColumnFamilyDescriptor::new(table.name(), options)
         });
-        let db = DB::open_cf_descriptors(&options, path, families).map_err(store)?;
+        let db = DB::open_cf_descriptors(&options, path, families).map_err(opening)?;
         Ok(Self { db: Arc::new(db) })
+    }
+
+    /// Makes a copy of the database as it is between two batches in the directory `to`, which must not be there and lies on the
+    /// same disk: what is large is linked, not copied.
+    ///
+    /// # Errors
+    /// [`RowsError`] when that fails.
+    pub fn copy_to(&self, to: &Path) -> Result<(), RowsError> {
+        Checkpoint::new(&self.db).and_then(|checkpoint| checkpoint.create_checkpoint(to)).map_err(store)
+    }
+
+    /// The head of a database that nobody has open.
+    ///
+    /// # Errors
+    /// [`RowsError`] when it can't be read.
+    pub fn head_of(path: &Path) -> Result<Option<Head>, RowsError> {
+        let db = DB::open_cf_for_read_only(&Options::default(), path, Table::ALL.map(Table::name), false).map_err(opening)?;
+        rows::load_head(&Self { db: Arc::new(db) })
+    }
+
+    /// Sees when nobody has it open any more.
+    #[must_use]
+    pub fn watch(&self) -> Watch {
+        Watch(Arc::downgrade(&self.db))
     }
 
     /// Writes everything in memory to its files.
@@ -108,8 +134,38 @@ impl RocksRows {
     }
 }
 
+/// Sees when a database is closed.
+#[derive(Clone)]
+pub struct Watch(Weak<DB>);
+
+impl std::fmt::Debug for Watch {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Watch").field("closed", &self.closed()).finish()
+    }
+}
+
+impl Watch {
+    /// Has everybody let go of it?
+    #[must_use]
+    pub fn closed(&self) -> bool {
+        self.0.strong_count() == 0
+    }
+}
+
 fn store(error: rocksdb::Error) -> RowsError {
-    RowsError::Store(error.to_string())
+    match error.kind() {
+        ErrorKind::Corruption => RowsError::Broken(error.to_string()),
+        _ => RowsError::Store(error.to_string()),
+    }
+}
+
+/// A file that is missing is damage, too; one that is locked, or that the disk has no room for, is not.
+fn opening(error: rocksdb::Error) -> RowsError {
+    let text = error.to_string();
+    match error.kind() {
+        ErrorKind::IOError if text.contains("No such file") || text.contains("file size mismatch") => RowsError::Broken(text),
+        _ => store(error),
+    }
 }
 
 /// The smallest key behind all that begin with `prefix`.

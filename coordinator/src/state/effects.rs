@@ -38,6 +38,8 @@ pub struct Effects {
     pub tokens: BTreeSet<String>,
     /// Idempotency keys that changed or went.
     pub keys: BTreeSet<(TenantId, String)>,
+    /// Uploads that changed or went.
+    pub uploads: BTreeSet<(TenantId, String)>,
     /// Ends of attempts.
     pub attempts: Vec<(AttemptName, AttemptRow)>,
     /// Ends of tasks: job, sequence of the record that ended it, place among that record's ends.
@@ -46,6 +48,8 @@ pub struct Effects {
     pub answers: Vec<(String, Answer)>,
     /// Bundles whose last attempt ended, and whose slot is free.
     pub closed: Vec<(WorkerId, BundleId)>,
+    /// Workers that were lost and did not leave of their own will.
+    pub workers_lost: u64,
     /// Bundles that were opened.
     pub opened: Vec<(WorkerId, BundleId)>,
 }
@@ -70,6 +74,7 @@ impl Effects {
             && self.tenants.is_empty()
             && self.tokens.is_empty()
             && self.keys.is_empty()
+            && self.uploads.is_empty()
             && self.attempts.is_empty()
             && self.results.is_empty()
     }

@@ -22,6 +22,10 @@ use worker::Workers;
 
 /// How long an idempotency key is kept after its submit, in milliseconds: a day, as long as a client may reasonably retry.
 pub const KEY_MS: u64 = 24 * 60 * 60 * 1000;
+/// How long an upload is kept that no job names, in milliseconds: a day, as long as a submit may be retried.
+pub const UPLOAD_MS: u64 = KEY_MS;
+/// Checkpoints that are kept. The log is trimmed below the second newest, so one may turn out damaged.
+pub const CHECKPOINTS_KEPT: usize = 3;
 
 /// A timer of the state.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
@@ -38,6 +42,8 @@ pub enum Timer {
     Forget(JobId),
     /// An idempotency key is to be forgotten.
     Key(TenantId, String),
+    /// An upload goes, unless a job names it.
+    Upload(TenantId, String),
 }
 
 /// A tenant.
@@ -82,6 +88,24 @@ pub struct Key {
     pub until_ms: u64,
 }
 
+/// An uploaded file.
+#[derive(Debug, Clone, PartialEq, Eq, Encode, Decode)]
+#[cbor(map)]
+pub struct Upload {
+    /// Until when it is kept though no job names it, in milliseconds since 1970.
+    #[n(0)]
+    pub until_ms: u64,
+    /// Jobs that name it and have not been forgotten.
+    #[n(1)]
+    pub jobs: BTreeSet<JobId>,
+    /// Its day is over.
+    #[n(2)]
+    pub expired: bool,
+    /// Its object is to be deleted.
+    #[n(3)]
+    pub going: bool,
+}
+
 /// The small, fixed part of the state; stored with every batch.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Encode, Decode)]
 #[cbor(map)]
@@ -122,6 +146,14 @@ pub struct Head {
     /// Jobs submitted since the last Tick. An idle log's time stands still, so their clock starts with the next Tick.
     #[n(11)]
     pub unstamped: BTreeSet<JobId>,
+    /// Checkpoints that are in the bucket, by sequence, oldest first; at most [`CHECKPOINTS_KEPT`].
+    #[n(12)]
+    #[cbor(default)]
+    pub checkpoints: Vec<u64>,
+    /// Records that were passed over, because an operator said so.
+    #[n(13)]
+    #[cbor(default)]
+    pub skipped: BTreeSet<u64>,
 }
 
 /// The state.
@@ -139,6 +171,8 @@ pub struct State {
     pub tokens: BTreeMap<String, Token>,
     /// Idempotency keys.
     pub keys: BTreeMap<(TenantId, String), Key>,
+    /// Uploads, by tenant and id.
+    pub uploads: BTreeMap<(TenantId, String), Upload>,
     /// What happens when. Follows from the rest.
     pub timers: BTreeSet<(u64, Timer)>,
 }
@@ -190,6 +224,7 @@ impl State {
             feed(rows::encode(key));
             feed(rows::encode(entry));
         }
+        self.uploads.iter().for_each(|((t, k), v)| feed([rows::encode(t), rows::encode(k), rows::encode(v)].concat()));
         self.tenants.iter().for_each(|(k, v)| feed([rows::encode(k), rows::encode(v)].concat()));
         self.tokens.iter().for_each(|(k, v)| feed([rows::encode(k), rows::encode(v)].concat()));
         feed(rows::encode(&(self.timers.len() as u64)));

@@ -11,6 +11,7 @@
 //! | `Pages` | job, page (u32 big-endian) | `Page` |
 //! | `Workers` | name | `Worker` with its bundles |
 //! | `Keys` | tenant, 0, key | `Key` |
+//! | `Uploads` | tenant, 0, id | `Upload` |
 //! | `Attempts` | job, index, number (u16), sequence (u64) | `AttemptRow` |
 //! | `Results` | job, log sequence, place (u32) | `ResultEntry` |
 
@@ -22,7 +23,7 @@ use super::effects::{AttemptRow, Effects, ResultEntry};
 use super::job::{Facts, Job, OpenAttempt, Progress};
 use super::task::Page;
 use super::worker::Worker;
-use super::{Head, Key, State, Tenant, Timer, Token};
+use super::{Head, Key, State, Tenant, Timer, Token, Upload};
 
 /// A table of rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -39,6 +40,8 @@ pub enum Table {
     Workers,
     /// Idempotency keys.
     Keys,
+    /// Uploads.
+    Uploads,
     /// Ends of attempts.
     Attempts,
     /// Ends of tasks, in the order they came.
@@ -47,8 +50,8 @@ pub enum Table {
 
 impl Table {
     /// Every table.
-    pub const ALL: [Self; 8] =
-        [Self::Meta, Self::Facts, Self::Jobs, Self::Pages, Self::Workers, Self::Keys, Self::Attempts, Self::Results];
+    pub const ALL: [Self; 9] =
+        [Self::Meta, Self::Facts, Self::Jobs, Self::Pages, Self::Workers, Self::Keys, Self::Uploads, Self::Attempts, Self::Results];
 
     /// Its name in RocksDB.
     #[must_use]
@@ -60,6 +63,7 @@ impl Table {
             Self::Pages => "pages",
             Self::Workers => "workers",
             Self::Keys => "keys",
+            Self::Uploads => "uploads",
             Self::Attempts => "attempts",
             Self::Results => "results",
         }
@@ -83,6 +87,9 @@ pub enum RowsError {
     /// The store failed.
     #[error("the coordinator's RocksDB failed: {0}; is its disk full? free space and restart")]
     Store(String),
+    /// The database itself is damaged.
+    #[error("the coordinator's RocksDB is damaged: {0}; delete its directory: it is rebuilt from checkpoint and log")]
+    Broken(String),
     /// A row is no row.
     #[error("row {key} of table {table} is damaged ({what}); stop the coordinator and delete its RocksDB directory: it is rebuilt from the log")]
     Damaged {
@@ -93,6 +100,17 @@ pub enum RowsError {
         /// What is wrong.
         what: String,
     },
+}
+
+impl RowsError {
+    /// Is it the content that is bad, so that building it again helps?
+    #[must_use]
+    pub fn is_damage(&self) -> bool {
+        match self {
+            Self::Broken(_) | Self::Damaged { .. } => true,
+            Self::Store(_) => false,
+        }
+    }
 }
 
 /// Rows called back in key order; return false to stop.
@@ -200,6 +218,7 @@ pub fn batch(state: &State, effects: &Effects) -> Vec<Write> {
     table(&mut writes, Table::Meta, effects.tenants.iter().map(|n| (format!("tenant/{n}").into_bytes(), state.tenants.get(n))));
     table(&mut writes, Table::Meta, effects.tokens.iter().map(|n| (format!("token/{n}").into_bytes(), state.tokens.get(n))));
     table(&mut writes, Table::Keys, effects.keys.iter().map(|(t, k)| (idempotency_key(t, k), state.keys.get(&(t.clone(), k.clone())))));
+    table(&mut writes, Table::Uploads, effects.uploads.iter().map(|(t, k)| (idempotency_key(t, k), state.uploads.get(&(t.clone(), k.clone())))));
     for (name, row) in &effects.attempts {
         writes.push(Write::Put(Table::Attempts, attempt_key(name), encode(row)));
     }
@@ -246,10 +265,15 @@ pub fn load(rows: &dyn Rows) -> Result<State, RowsError> {
     }
     for (key, bytes) in all(rows, Table::Keys, b"")? {
         let entry: Key = decode(Table::Keys, &key, &bytes)?;
-        let at = key.iter().position(|b| *b == 0).ok_or_else(|| damaged(Table::Keys, &key, &"no tenant"))?;
-        let (tenant, text) = (name(Table::Keys, &key, &key[..at])?, String::from_utf8_lossy(&key[at + 1..]).into_owned());
-        state.timers.insert((entry.until_ms, Timer::Key(TenantId::clone(&tenant), text.clone())));
+        let (tenant, text) = tenant_and_text(Table::Keys, &key)?;
+        state.timers.insert((entry.until_ms, Timer::Key(tenant.clone(), text.clone())));
         state.keys.insert((tenant, text), entry);
+    }
+    for (key, bytes) in all(rows, Table::Uploads, b"")? {
+        let upload: Upload = decode(Table::Uploads, &key, &bytes)?;
+        let (tenant, id) = tenant_and_text(Table::Uploads, &key)?;
+        state.timers.extend(crate::uploads::timer(&tenant, &id, &upload));
+        state.uploads.insert((tenant, id), upload);
     }
     for (key, bytes) in all(rows, Table::Workers, b"")? {
         let worker: Worker = decode(Table::Workers, &key, &bytes)?;
@@ -266,6 +290,11 @@ pub fn load(rows: &dyn Rows) -> Result<State, RowsError> {
         }
     }
     Ok(state)
+}
+
+fn tenant_and_text(table: Table, key: &[u8]) -> Result<(TenantId, String), RowsError> {
+    let at = key.iter().position(|b| *b == 0).ok_or_else(|| damaged(table, key, &"no tenant"))?;
+    Ok((name(table, key, &key[..at])?, String::from_utf8_lossy(&key[at + 1..]).into_owned()))
 }
 
 fn retention_timers(state: &mut State, id: JobId, progress: &Progress, rows: &dyn Rows) -> Result<(), RowsError> {

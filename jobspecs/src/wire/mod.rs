@@ -6,7 +6,8 @@
 //!
 //! | level | what came |
 //! |---|---|
-//! | 1 | everything here |
+//! | 1 | everything but what follows |
+//! | 2 | `Checkpointed`, `UploadGone`, `Uploaded`, and the uploads a submit names |
 
 pub mod live;
 pub mod plan;
@@ -17,7 +18,9 @@ pub mod work;
 use minicbor::{Decode, Encode};
 
 /// The newest record level this build can apply.
-pub const LEVEL: u32 = 1;
+pub const LEVEL: u32 = 2;
+/// From this level on there are records of checkpoints and uploads.
+pub const LEVEL_KEEPING: u32 = 2;
 
 /// Largest message we publish, in bytes: NATS refuses more than 1 MiB by default, and headers need room too.
 pub const MESSAGE_BYTES_MAX: usize = 1_000_000;
@@ -48,6 +51,23 @@ pub fn encode<T: Encode<()>>(message: &T) -> Vec<u8> {
 /// [`DecodeError`] when the bytes are no such message.
 pub fn decode<'b, T: Decode<'b, ()>>(what: &'static str, bytes: &'b [u8]) -> Result<T, DecodeError> {
     minicbor::decode(bytes).map_err(|source| DecodeError { what, len: bytes.len(), source })
+}
+
+/// Bytes as text, for people; what is no UTF-8 is replaced.
+fn text<S: serde::Serializer>(bytes: &[u8], to: S) -> Result<S::Ok, S::Error> {
+    to.serialize_str(&String::from_utf8_lossy(bytes))
+}
+
+fn text_or_none<S: serde::Serializer>(bytes: &Option<minicbor::bytes::ByteVec>, to: S) -> Result<S::Ok, S::Error> {
+    match bytes {
+        Some(bytes) => text(bytes, to),
+        None => to.serialize_none(),
+    }
+}
+
+/// Bytes in hex, for people.
+fn hex<S: serde::Serializer>(bytes: &[u8; 16], to: S) -> Result<S::Ok, S::Error> {
+    to.collect_str(&format_args!("{:032x}", u128::from_be_bytes(*bytes)))
 }
 
 #[cfg(test)]

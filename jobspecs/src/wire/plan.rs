@@ -6,6 +6,7 @@ use std::collections::BTreeMap;
 
 use minicbor::bytes::ByteVec;
 use minicbor::{Decode, Encode};
+use serde::Serialize;
 
 use crate::backoff::Backoff;
 use crate::failure::FailureClass;
@@ -14,7 +15,7 @@ use crate::failure::FailureClass;
 pub const SPEC_INLINE_BYTES_MAX: usize = 64 * 1024;
 
 /// A job as the state machine sees it.
-#[derive(Debug, Clone, PartialEq, Eq, Encode, Decode)]
+#[derive(Debug, Clone, PartialEq, Eq, Encode, Decode, Serialize)]
 #[cbor(map)]
 pub struct JobPlan {
     /// The job's name, for people.
@@ -68,7 +69,7 @@ pub struct JobPlan {
 }
 
 /// At most `count` starts in any `per_ms` milliseconds.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode, Serialize)]
 #[cbor(map)]
 pub struct Rate {
     /// Starts.
@@ -80,7 +81,7 @@ pub struct Rate {
 }
 
 /// The failure limit.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode, Serialize)]
 #[cbor(map)]
 pub struct FailFast {
     /// The limit is passed when more tasks than this have failed. A percentage is turned into a count of tasks at submit.
@@ -92,7 +93,7 @@ pub struct FailFast {
 }
 
 /// Retry policy.
-#[derive(Debug, Clone, PartialEq, Eq, Encode, Decode)]
+#[derive(Debug, Clone, PartialEq, Eq, Encode, Decode, Serialize)]
 #[cbor(map)]
 pub struct Retry {
     /// Tries in a round, the first included, that may end in a failure of the task's own.
@@ -110,7 +111,7 @@ pub struct Retry {
 }
 
 /// One rule. All parts that are present must match.
-#[derive(Debug, Clone, PartialEq, Eq, Encode, Decode)]
+#[derive(Debug, Clone, PartialEq, Eq, Encode, Decode, Serialize)]
 #[cbor(map)]
 pub struct RetryRule {
     /// Classes it is about; empty: any.
@@ -128,7 +129,7 @@ pub struct RetryRule {
 }
 
 /// What one task needs.
-#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Encode, Decode)]
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Encode, Decode, Serialize)]
 #[cbor(map)]
 pub struct Needs {
     /// CPU in thousandths of a core.
@@ -153,7 +154,7 @@ pub struct Needs {
 }
 
 /// Isolation tiers, weakest first.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Encode, Decode)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Encode, Decode, Serialize)]
 #[cbor(index_only)]
 pub enum Isolation {
     /// Completes at once without running anything: measures everything but the task.
@@ -184,7 +185,7 @@ impl Isolation {
 }
 
 /// What is kept, and for how long after the job's end, in milliseconds.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode, Serialize)]
 #[cbor(map)]
 pub struct Retention {
     /// The job, its results and its objects; `None`: until somebody removes it.
@@ -196,11 +197,15 @@ pub struct Retention {
 }
 
 /// Where the JSON spec is.
-#[derive(Debug, Clone, PartialEq, Eq, Encode, Decode)]
+#[derive(Debug, Clone, PartialEq, Eq, Encode, Decode, Serialize)]
 pub enum SpecRef {
     /// Here, as canonical JSON.
     #[n(0)]
-    Inline(#[n(0)] ByteVec),
+    Inline(
+        #[n(0)]
+        #[serde(serialize_with = "super::text")]
+        ByteVec,
+    ),
     /// In the bucket, under `keys::spec(hash)`.
     #[n(1)]
     Stored {

@@ -3,6 +3,7 @@
 //! Owns their shapes. Does not own what they do to the state: that is the coordinator's `apply`.
 
 use minicbor::{Decode, Encode};
+use serde::Serialize;
 
 use crate::ids::{AttemptName, Incarnation, JobId, TenantId, Term, WorkerId};
 use crate::wire::plan::{JobPlan, SpecRef};
@@ -10,7 +11,7 @@ use crate::wire::report::Report;
 use crate::wire::work::WorkerInfo;
 
 /// One message of the log.
-#[derive(Debug, Clone, PartialEq, Encode, Decode)]
+#[derive(Debug, Clone, PartialEq, Encode, Decode, Serialize)]
 pub enum Record {
     /// A job was submitted.
     #[n(0)]
@@ -30,7 +31,7 @@ pub enum Record {
 }
 
 /// Who asked.
-#[derive(Debug, Clone, PartialEq, Eq, Encode, Decode)]
+#[derive(Debug, Clone, PartialEq, Eq, Encode, Decode, Serialize)]
 #[cbor(map)]
 pub struct Actor {
     /// For which tenant.
@@ -45,7 +46,7 @@ pub struct Actor {
 }
 
 /// A job was submitted.
-#[derive(Debug, Clone, PartialEq, Encode, Decode)]
+#[derive(Debug, Clone, PartialEq, Encode, Decode, Serialize)]
 #[cbor(map)]
 pub struct Submit {
     /// By whom.
@@ -66,10 +67,14 @@ pub struct Submit {
     /// W3C trace context (`traceparent`) the job belongs to.
     #[n(5)]
     pub trace: Option<String>,
+    /// Uploads it names, which are kept as long as the job. Since level 2.
+    #[n(6)]
+    #[cbor(default)]
+    pub uploads: Vec<String>,
 }
 
 /// Somebody asked for something.
-#[derive(Debug, Clone, PartialEq, Encode, Decode)]
+#[derive(Debug, Clone, PartialEq, Encode, Decode, Serialize)]
 #[cbor(map)]
 pub struct Control {
     /// Who.
@@ -81,7 +86,7 @@ pub struct Control {
 }
 
 /// What can be asked for.
-#[derive(Debug, Clone, PartialEq, Encode, Decode)]
+#[derive(Debug, Clone, PartialEq, Encode, Decode, Serialize)]
 pub enum Verb {
     /// End a job. Without `stop_running`, tasks that run may end.
     #[n(0)]
@@ -167,10 +172,17 @@ pub enum Verb {
         #[n(0)]
         id: String,
     },
+    /// A file was uploaded. Unless a job names it, it goes after a day. Since level 2.
+    #[n(9)]
+    Uploaded {
+        /// Its id, unique within the tenant.
+        #[n(0)]
+        id: String,
+    },
 }
 
 /// What a tenant may do.
-#[derive(Debug, Clone, PartialEq, Eq, Encode, Decode)]
+#[derive(Debug, Clone, PartialEq, Eq, Encode, Decode, Serialize)]
 #[cbor(map)]
 pub struct TenantPolicy {
     /// Share among tenants of one priority class; at least 1.
@@ -197,7 +209,7 @@ impl Default for TenantPolicy {
 }
 
 /// A coordinator began to lead.
-#[derive(Debug, Clone, PartialEq, Eq, Encode, Decode)]
+#[derive(Debug, Clone, PartialEq, Eq, Encode, Decode, Serialize)]
 #[cbor(map)]
 pub struct Lead {
     /// Its term: one more than the last.
@@ -212,7 +224,7 @@ pub struct Lead {
 }
 
 /// What the leader decided in one round.
-#[derive(Debug, Clone, PartialEq, Encode, Decode)]
+#[derive(Debug, Clone, PartialEq, Encode, Decode, Serialize)]
 #[cbor(map)]
 pub struct Decided {
     /// By which leader.
@@ -227,7 +239,7 @@ pub struct Decided {
 }
 
 /// One decision.
-#[derive(Debug, Clone, PartialEq, Encode, Decode)]
+#[derive(Debug, Clone, PartialEq, Encode, Decode, Serialize)]
 pub enum Decision {
     /// Time moved to this, in milliseconds since 1970; due timers fire.
     #[n(0)]
@@ -285,6 +297,7 @@ pub enum Decision {
         sequence: u64,
         /// The hash.
         #[n(1)]
+        #[serde(serialize_with = "super::hex")]
         hash: [u8; 16],
     },
     /// A worker fails too much of what it is given, or is trusted again.
@@ -300,10 +313,27 @@ pub enum Decision {
         #[n(2)]
         until_ms: u64,
     },
+    /// A checkpoint of the state after this record is safe in the bucket. Since level 2.
+    #[n(9)]
+    Checkpointed {
+        /// After which record.
+        #[n(0)]
+        sequence: u64,
+    },
+    /// An upload's object is deleted, so that the upload may be forgotten. Since level 2.
+    #[n(10)]
+    UploadGone {
+        /// Whose.
+        #[n(0)]
+        tenant: TenantId,
+        /// Which.
+        #[n(1)]
+        id: String,
+    },
 }
 
 /// What trails a job's end.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Encode, Decode)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Encode, Decode, Serialize)]
 #[cbor(index_only)]
 pub enum Trailing {
     /// The manifest of its round is in the bucket.
@@ -318,7 +348,7 @@ pub enum Trailing {
 }
 
 /// A bundle for a worker: tasks one slot runs one after another.
-#[derive(Debug, Clone, PartialEq, Eq, Encode, Decode)]
+#[derive(Debug, Clone, PartialEq, Eq, Encode, Decode, Serialize)]
 pub struct Assignment {
     /// To whom.
     #[n(0)]
@@ -335,7 +365,7 @@ pub struct Assignment {
 }
 
 /// Tasks `first .. first + count`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode, Serialize)]
 pub struct Run {
     /// The first task.
     #[n(0)]

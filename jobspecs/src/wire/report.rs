@@ -4,6 +4,7 @@
 
 use minicbor::bytes::ByteVec;
 use minicbor::{Decode, Encode};
+use serde::Serialize;
 
 use crate::failure::FailureClass;
 use crate::ids::{AttemptName, Incarnation, WorkerId};
@@ -19,7 +20,7 @@ pub const TAIL_BYTES_MAX: usize = 2 * 1024;
 pub const MESSAGE_BYTES_MAX: usize = 2 * 1024;
 
 /// Ends of attempts, in the order they came.
-#[derive(Debug, Clone, PartialEq, Eq, Encode, Decode)]
+#[derive(Debug, Clone, PartialEq, Eq, Encode, Decode, Serialize)]
 #[cbor(map)]
 pub struct Report {
     /// Who ran them.
@@ -37,7 +38,7 @@ pub struct Report {
 }
 
 /// How an attempt ended.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode, Serialize)]
 pub enum Ending {
     /// The command ended with 0 and everything it left is safe.
     #[n(0)]
@@ -51,7 +52,7 @@ pub enum Ending {
 }
 
 /// The end of one attempt.
-#[derive(Debug, Clone, PartialEq, Eq, Encode, Decode)]
+#[derive(Debug, Clone, PartialEq, Eq, Encode, Decode, Serialize)]
 #[cbor(map)]
 pub struct AttemptEnd {
     /// Which.
@@ -77,6 +78,7 @@ pub struct AttemptEnd {
     pub usage: Option<Usage>,
     /// `result.json`, when it is small.
     #[n(7)]
+    #[serde(serialize_with = "super::text_or_none")]
     pub result: Option<ByteVec>,
     /// Stdout.
     #[n(8)]
@@ -90,7 +92,7 @@ pub struct AttemptEnd {
 }
 
 /// Milliseconds of each part of an attempt, by the worker's monotonic clock.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Encode, Decode)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Encode, Decode, Serialize)]
 #[cbor(map)]
 pub struct Timing {
     /// From receipt to a free slot.
@@ -108,7 +110,7 @@ pub struct Timing {
 }
 
 /// What the command used.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Encode, Decode)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Encode, Decode, Serialize)]
 #[cbor(map)]
 pub struct Usage {
     /// CPU time, user and system, in microseconds.
@@ -120,7 +122,7 @@ pub struct Usage {
 }
 
 /// One captured stream.
-#[derive(Debug, Clone, PartialEq, Eq, Encode, Decode)]
+#[derive(Debug, Clone, PartialEq, Eq, Encode, Decode, Serialize)]
 #[cbor(map)]
 pub struct Stream {
     /// All bytes the task wrote, also those that were not kept.
@@ -128,6 +130,7 @@ pub struct Stream {
     pub bytes: u64,
     /// The last bytes, at most [`TAIL_BYTES_MAX`].
     #[n(1)]
+    #[serde(serialize_with = "super::text")]
     pub tail: ByteVec,
     /// Is the kept stream an object of its own (`keys::attempt_log`)? Else the tail is all of it.
     #[n(2)]
@@ -138,7 +141,7 @@ pub struct Stream {
 }
 
 /// Output files of an attempt; the list is an object (`keys::attempt_manifest`).
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode, Serialize)]
 #[cbor(map)]
 pub struct Outputs {
     /// How many.

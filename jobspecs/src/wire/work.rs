@@ -5,13 +5,14 @@
 use std::collections::BTreeMap;
 
 use minicbor::{Decode, Encode};
+use serde::Serialize;
 
 use crate::ids::{BundleId, Incarnation, JobId, TenantId, Term, WorkerId};
 use crate::wire::plan::{Isolation, JobPlan, SpecRef};
 use crate::wire::record::Run;
 
 /// What a worker has. Said in every beat and recorded when it joins.
-#[derive(Debug, Clone, PartialEq, Eq, Encode, Decode)]
+#[derive(Debug, Clone, PartialEq, Eq, Encode, Decode, Serialize)]
 #[cbor(map)]
 pub struct WorkerInfo {
     /// Bundles it runs at once.

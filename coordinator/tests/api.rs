@@ -1,0 +1,388 @@
+//! The HTTP API against a real log and a real bucket, from submit to results.
+
+mod support;
+
+use std::time::Duration;
+
+use axum::http::Method;
+use serde_json::{Value, json};
+use support::{BOOTSTRAP, Cluster, World, id, success, worker};
+use tokio_util::sync::CancellationToken;
+use volley_jobspecs::failure::FailureClass;
+use volley_jobspecs::keys;
+use volley_jobspecs::wire::live::Live;
+use volley_jobspecs::wire::report::{Ending, Outputs, Stream};
+use volley_jobspecs::{subjects, wire};
+
+fn spec(name: &str, items: Value) -> Value {
+    json!({ "version": "volley/v1", "name": name, "labels": { "team": name }, "items": items,
+        "task": { "isolation": "process", "command": ["echo", "${item}"] } })
+}
+
+async fn cluster() -> Option<Cluster> {
+    Some(World::new().await?.cluster().await)
+}
+
+async fn with_worker() -> Option<(Cluster, CancellationToken)> {
+    let cluster = cluster().await?;
+    let stop = CancellationToken::new();
+    worker(&cluster.world.nats.url, "w1", 4, stop.clone(), |name| Some(success(name))).await;
+    Some((cluster, stop))
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_job_goes_from_submit_to_manifest() {
+    let Some((cluster, _stop)) = with_worker().await else { return };
+    let answer = cluster.post("/v1/jobs", spec("first", json!({ "inline": ["a", "b", "c"] })).to_string()).await.expect(201);
+    assert!(answer.headers.contains_key("volley-sequence"));
+    let submitted = answer.json();
+    assert_eq!((&submitted["tasks"], &submitted["existed"]), (&json!(3), &json!(false)));
+    let job = submitted["job"].as_str().expect("a job").to_owned();
+
+    let rows = cluster.get(&format!("/v1/jobs/{job}/results?follow=true")).await.expect(200).lines();
+    let mut indexes: Vec<_> = rows.iter().map(|row| row["index"].as_u64()).collect();
+    indexes.sort_unstable();
+    assert_eq!(indexes, [Some(0), Some(1), Some(2)]);
+    assert!(rows.iter().all(|row| row["state"] == "succeeded" && row["valid"] == true && row["attempts"] == 1), "{rows:?}");
+    let after = rows[1]["cursor"].as_str().expect("a cursor");
+    assert_eq!(cluster.get(&format!("/v1/jobs/{job}/results?after={after}")).await.expect(200).lines(), rows[2..]);
+
+    let view = cluster.ended(&job).await;
+    assert_eq!((&view["state"], &view["exitCode"], &view["tasks"]["succeeded"]), (&json!("succeeded"), &json!(0), &json!(3)));
+    assert_eq!(cluster.get(&format!("/v1/jobs/{job}/spec")).await.expect(200).json()["name"], "first");
+    let tasks = cluster.get(&format!("/v1/jobs/{job}/tasks?limit=2")).await.expect(200).json();
+    assert_eq!((tasks["rows"].as_array().map(Vec::len), &tasks["next"]), (Some(2), &json!("1")));
+    let tasks = cluster.get(&format!("/v1/jobs/{job}/tasks?after=1")).await.expect(200).json();
+    assert_eq!((&tasks["rows"][0]["index"], &tasks["next"]), (&json!(2), &Value::Null));
+    let attempts = cluster.get(&format!("/v1/jobs/{job}/tasks/1/attempts")).await.expect(200).json();
+    assert_eq!((&attempts[0]["worker"], &attempts[0]["runMs"]), (&json!("w1"), &json!(2)));
+    cluster.get(&format!("/v1/jobs/{job}/tasks/3")).await.expect(404);
+    let explanation = cluster.get(&format!("/v1/jobs/{job}/tasks/0/explain")).await.expect(200).json();
+    assert!(explanation["summary"].as_str().is_some_and(|s| s.contains("ended")), "{explanation}");
+
+    let manifest = wait_for(&cluster, &keys::job_manifest(id(&job), 1)).await;
+    let manifest: Value = serde_json::from_slice(&manifest).expect("JSON");
+    assert_eq!((&manifest["job"]["state"], &manifest["pages"][0]["rows"]), (&json!("succeeded"), &json!(3)));
+    let page = cluster.store.get(manifest["pages"][0]["key"].as_str().expect("a key"), 1 << 20).await.expect("the page");
+    assert_eq!(page.iter().filter(|b| **b == b'\n').count(), 3);
+
+    cluster.call(Method::DELETE, &format!("/v1/jobs/{job}"), Some(BOOTSTRAP), &[], "").await.expect(202);
+    for _ in 0..200 {
+        if cluster.get(&format!("/v1/jobs/{job}")).await.status == 404 {
+            assert!(cluster.store.list(&keys::job_prefix(id(&job)), None, 10).await.expect("a list").objects.is_empty());
+            return cluster.stop().await;
+        }
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    panic!("the job was not forgotten");
+}
+
+async fn wait_for(cluster: &Cluster, key: &str) -> bytes::Bytes {
+    for _ in 0..200 {
+        if let Ok(bytes) = cluster.store.get(key, 1 << 20).await {
+            return bytes;
+        }
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    panic!("{key} did not come");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn items_from_a_file_are_cut_into_pages() {
+    let Some((cluster, _stop)) = with_worker().await else { return };
+    let lines: String = (0..2_500).map(|i| format!("{{\"n\":{i}}}\n")).collect();
+    let upload = cluster.post("/v1/uploads", lines.clone()).await.expect(201).json();
+    assert_eq!(upload["bytes"], lines.len());
+    let of_upload = spec("file", json!({ "jsonl": { "upload": upload["id"] } })).to_string().replace("${item}", "${item.n}");
+
+    let plan = cluster.post("/v1/jobs?dryRun=true", of_upload.clone()).await.expect(200).json();
+    assert_eq!((&plan["tasks"], &plan["last"][2]["command"][1], &plan["first"][0]["command"][1]), (&json!(2500), &json!("2499"), &json!("0")));
+    assert!(cluster.get("/v1/jobs").await.expect(200).json()["rows"].as_array().is_some_and(Vec::is_empty));
+
+    let job = cluster.post("/v1/jobs", of_upload).await.expect(201).json()["job"].as_str().expect("a job").to_owned();
+    let view = cluster.ended(&job).await;
+    assert_eq!(view["tasks"]["succeeded"], 2_500);
+    let (facts, _) = volley_coordinator::state::rows::header(cluster.running.handle.rows(), id(&job)).expect("rows").expect("a job");
+    let hash = facts.plan.items.expect("pages");
+    let index = cluster.store.get(&keys::items_index(&hash), 1 << 20).await.expect("the index");
+    let index = volley_jobspecs::pages::ItemsIndex::from_json(&index).expect("an index");
+    assert_eq!((index.count, index.pages.len(), index.hash()), (2_500, 3, hash.clone()));
+    cluster.store.get(&keys::items_page(&hash, 2), 1 << 20).await.expect("the last page");
+
+    let bad = cluster.post("/v1/uploads", "{}\n{\n").await.expect(201).json();
+    let of = |source: Value| spec("bad", json!({ "jsonl": source })).to_string();
+    let refused = cluster.post("/v1/jobs", of(json!({ "upload": bad["id"] }))).await.expect(400).json();
+    assert_eq!((&refused["code"], &refused["problems"][0]["path"]), (&json!("bad_spec"), &json!("$.items.jsonl.upload")));
+    assert!(refused["message"].as_str().is_some_and(|m| m.contains("line 2")), "{refused}");
+    for source in [json!({ "upload": "nothing" }), json!({ "s3": "s3://cell/nothing" }), json!({ "s3": "s3://cell/specs/x" }), json!({ "s3": "s3://other/x" })] {
+        let refused = cluster.post("/v1/jobs", of(source.clone())).await.expect(400).json();
+        assert_eq!(refused["code"], "bad_spec", "{source} {refused}");
+    }
+    cluster.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_same_key_is_the_same_job() {
+    let Some(cluster) = cluster().await else { return };
+    let (one, two) = (spec("one", json!({ "count": 2 })).to_string(), spec("two", json!({ "count": 2 })).to_string());
+    let submit = async |body: &str| cluster.call(Method::POST, "/v1/jobs", Some(BOOTSTRAP), &[("idempotency-key", "k1")], body.to_owned()).await;
+    let first = submit(&one).await.expect(201).json();
+    let again = submit(&one).await.expect(200).json();
+    assert_eq!((&first["job"], &again["existed"]), (&again["job"], &json!(true)));
+    let refused = submit(&two).await.expect(409).json();
+    assert!(refused["code"] == "conflict" && refused["retryable"] == false, "{refused}");
+    for bad in ["", "a b", &"x".repeat(200)] {
+        cluster.call(Method::POST, "/v1/jobs", Some(BOOTSTRAP), &[("idempotency-key", bad)], one.clone()).await.expect(400);
+    }
+    assert_eq!(cluster.get("/v1/jobs").await.json()["rows"].as_array().map(Vec::len), Some(1));
+    cluster.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn tenants_see_their_own_and_operators_all() {
+    let Some(cluster) = cluster().await else { return };
+    for bad in [None, Some("x"), Some("vt_bootstrap_wrong"), Some("vt_nobody_0123"), Some("vt__")] {
+        let refused = cluster.call(Method::GET, "/v1/jobs", bad, &[], "").await.expect(401);
+        assert_eq!((refused.json()["code"].as_str(), refused.headers.contains_key("www-authenticate")), (Some("unauthorized"), true));
+    }
+    cluster.post("/v1/tokens", json!({ "tenant": "acme" }).to_string()).await.expect(404);
+    cluster.post("/v1/tenants", json!({ "tenant": "acme", "activeTasksMax": 10 }).to_string()).await.expect(201);
+    let token = cluster.post("/v1/tokens", json!({ "tenant": "acme" }).to_string()).await.expect(201).json();
+    let (secret, token_id) = (token["token"].as_str().expect("a token"), token["id"].as_str().expect("an id"));
+
+    let theirs = cluster.submit(&spec("theirs", json!({ "count": 1 }))).await;
+    let ours = cluster.call(Method::POST, "/v1/jobs", Some(secret), &[], spec("ours", json!({ "count": 1 })).to_string()).await.expect(201).json();
+    let ours = ours["job"].as_str().expect("a job");
+    for path in ["", "/spec", "/tasks", "/results", "/tasks/0", "/tasks/0/attempts", "/tasks/0/logs", "/tasks/0/outputs", "/events"] {
+        cluster.call(Method::GET, &format!("/v1/jobs/{theirs}{path}"), Some(secret), &[], "").await.expect(404);
+    }
+    for verb in ["cancel", "pause", "resume", "rerun"] {
+        cluster.call(Method::POST, &format!("/v1/jobs/{theirs}/{verb}"), Some(secret), &[], "").await.expect(404);
+    }
+    let listed = async |path: &str, token: &str| {
+        let rows = cluster.call(Method::GET, path, Some(token), &[], "").await.expect(200).json();
+        rows["rows"].as_array().expect("rows").iter().map(|row| row["name"].as_str().expect("a name").to_owned()).collect::<Vec<_>>()
+    };
+    assert_eq!(listed("/v1/jobs", secret).await, ["ours"]);
+    assert_eq!(listed("/v1/jobs", BOOTSTRAP).await, ["ours", "theirs"]);
+    assert_eq!(listed("/v1/jobs?tenant=acme", BOOTSTRAP).await, ["ours"]);
+    assert_eq!(listed("/v1/jobs?label=team=theirs", BOOTSTRAP).await, ["theirs"]);
+    assert_eq!(listed("/v1/jobs?limit=1", BOOTSTRAP).await, ["ours"]);
+    assert_eq!(listed(&format!("/v1/jobs?after={ours}"), BOOTSTRAP).await, ["theirs"]);
+    assert_eq!(listed("/v1/jobs?state=succeeded", BOOTSTRAP).await, Vec::<String>::new());
+
+    let forbidden = [(Method::GET, "/v1/tenants"), (Method::POST, "/v1/tenants"), (Method::POST, "/v1/tokens"), (Method::DELETE, "/v1/tokens/x"), (Method::POST, "/v1/workers/w/drain"), (Method::GET, "/metrics"), (Method::GET, "/v1/jobs?tenant=default")];
+    for (method, path) in forbidden {
+        cluster.call(method, path, Some(secret), &[], "{}").await.expect(403);
+    }
+    let quota = cluster.call(Method::POST, "/v1/jobs", Some(secret), &[], spec("big", json!({ "count": 50 })).to_string()).await.expect(429).json();
+    assert!(quota["code"] == "quota" && quota["retryable"] == true, "{quota}");
+    cluster.post(&format!("/v1/jobs/{ours}/pause"), "").await.expect(200);
+    cluster.call(Method::POST, &format!("/v1/jobs/{ours}/cancel"), Some(secret), &[], json!({ "reason": "enough" }).to_string()).await.expect(200);
+
+    cluster.call(Method::DELETE, &format!("/v1/tokens/{token_id}"), Some(BOOTSTRAP), &[], "").await.expect(204);
+    cluster.call(Method::GET, "/v1/jobs", Some(secret), &[], "").await.expect(401);
+    assert!(cluster.get("/metrics").await.expect(200).text().contains("volley_accept_jobs_total 2\n"));
+    cluster.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_cancelled_job_accounts_for_every_task() {
+    let Some(cluster) = cluster().await else { return };
+    let job = cluster.submit(&spec("idle", json!({ "count": 1_500 }))).await;
+    let explanation = cluster.get(&format!("/v1/jobs/{job}/tasks/7/explain")).await.expect(200).json();
+    assert!(explanation["summary"].as_str().is_some_and(|s| s.contains("no worker has joined")), "{explanation}");
+    cluster.call(Method::DELETE, &format!("/v1/jobs/{job}"), Some(BOOTSTRAP), &[], "").await.expect(409);
+    cluster.post(&format!("/v1/jobs/{job}/rerun"), "").await.expect(409);
+    let view = cluster.post(&format!("/v1/jobs/{job}/cancel"), json!({ "reason": "enough" }).to_string()).await.expect(200).json();
+    assert_eq!((&view["state"], &view["reason"], &view["exitCode"]), (&json!("cancelled"), &json!("enough"), &json!(4)));
+    cluster.post(&format!("/v1/jobs/{job}/cancel"), "").await.expect(409);
+    let rows = cluster.get(&format!("/v1/jobs/{job}/results?follow=true")).await.expect(200).lines();
+    assert!(rows.iter().zip(0..).all(|(row, index)| row["index"] == index && row["state"] == "cancelled" && row["valid"] == false));
+    assert_eq!(rows.len(), 1_500);
+    let after = rows[1_400]["cursor"].as_str().expect("a cursor");
+    assert_eq!(cluster.get(&format!("/v1/jobs/{job}/results?after={after}")).await.lines().len(), 99);
+    let page = cluster.get(&format!("/v1/jobs/{job}/tasks?state=waiting")).await.expect(200).json();
+    assert_eq!((page["rows"].as_array().map(Vec::len), &page["next"]), (Some(0), &Value::Null));
+    let events = cluster.get(&format!("/v1/jobs/{job}/events")).await.expect(200).text();
+    assert!(events.contains("event: job\n") && events.contains("\"cancelled\""), "{events}");
+    let manifest: Value = serde_json::from_slice(&wait_for(&cluster, &keys::job_manifest(id(&job), 1)).await).expect("JSON");
+    assert_eq!(manifest["neverStarted"]["count"], 1_500);
+    let view = cluster.post(&format!("/v1/jobs/{job}/rerun"), "").await.expect(200).json();
+    assert_eq!((&view["round"], &view["tasks"]["waiting"]), (&json!(2), &json!(1_500)));
+    cluster.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn limits_are_told_clearly() {
+    let Some(cluster) = cluster().await else { return };
+    let too_large = cluster.post("/v1/jobs", vec![b' '; 4 * 1024 * 1024 + 1]).await.expect(413).json();
+    assert!(too_large["message"].as_str().is_some_and(|m| m.contains("items.jsonl")), "{too_large}");
+    cluster.post("/v1/tenants", vec![b' '; 70_000]).await.expect(413);
+    cluster.post("/v1/jobs", spec("x", json!({ "count": 10_000_001 })).to_string()).await.expect(400);
+    cluster.get(&format!("/v1/jobs?name={}", "x".repeat(20_000))).await.expect(414);
+    cluster.call(Method::GET, "/v1/jobs", Some(BOOTSTRAP), &[("x-long", &"x".repeat(40_000))], "").await.expect(431);
+    for bad in ["limit=0", "limit=1001", "limit=x", "after=x", "state=x", "label=x", "unknown=1", "tenant=a.b"] {
+        let refused = cluster.get(&format!("/v1/jobs?{bad}")).await.expect(400).json();
+        assert_eq!(refused["code"], "bad_request", "{bad}");
+    }
+    cluster.call(Method::PATCH, "/v1/jobs", Some(BOOTSTRAP), &[], "").await.expect(405);
+    cluster.get("/v1/nothing").await.expect(404);
+    cluster.get("/v1/jobs/42").await.expect(404);
+    cluster.get("/v1/jobs/j42").await.expect(404);
+    cluster.get("/v1/jobs/%ff").await.expect(404);
+    cluster.call(Method::GET, "/v1/jobs", Some(BOOTSTRAP), &[("volley-sequence", "x")], "").await.expect(400);
+    let behind = cluster.call(Method::GET, "/v1/jobs", Some(BOOTSTRAP), &[("volley-sequence", "999999999")], "").await.expect(503);
+    assert!(behind.json()["retryable"] == true && behind.headers.contains_key("retry-after"));
+    let problems = cluster.post("/v1/jobs", r#"{"version":"volley/v1","name":"a b","task":{"isolation":"process","comand":"x"}}"#).await.expect(400).json();
+    assert!(problems["problems"].as_array().is_some_and(|p| p.len() >= 2), "{problems}");
+    // A spec that is too large for the log lies in the bucket.
+    let big = spec("big", json!({ "inline": (0..200).map(|i| format!("{i}{}", "x".repeat(1_000))).collect::<Vec<_>>() }));
+    let job = cluster.submit(&big).await;
+    assert_eq!(cluster.get(&format!("/v1/jobs/{job}/spec")).await.expect(200).json()["items"]["inline"].as_array().map(Vec::len), Some(200));
+    cluster.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn outputs_and_kept_logs_come_back_and_failed_ones_are_swept() {
+    let Some(cluster) = cluster().await else { return };
+    let stop = CancellationToken::new();
+    let kept = |bytes: &[u8], stored| Some(Stream { bytes: bytes.len() as u64, tail: bytes[bytes.len().saturating_sub(4)..].to_vec().into(), stored, truncated: false });
+    worker(&cluster.world.nats.url, "w1", 2, stop, move |name| {
+        let mut end = success(name);
+        end.stdout = kept(b"whole stdout\n", true);
+        end.stderr = kept(b"err\n", false);
+        end.outputs = Some(Outputs { files: 1, bytes: 5 });
+        if name.number == 1 {
+            end.ending = Ending::Failed(FailureClass::ExitCode);
+            end.code = Some(3);
+        }
+        Some(end)
+    })
+    .await;
+    let mut spec = spec("files", json!({ "count": 1 }));
+    spec["task"]["retry"] = json!({ "attempts": 2, "backoff": { "initial": "1ms" } });
+    let job = cluster.submit(&spec).await;
+    cluster.ended(&job).await;
+    let ended = volley_coordinator::state::rows::attempts(cluster.running.handle.rows(), id(&job), 0).expect("rows");
+    let names: Vec<_> = ended.iter().map(|(_, row)| row.end.name).collect();
+    assert_eq!(names.len(), 2);
+    for name in &names {
+        let put = async |key: String, bytes: &'static [u8]| _ = cluster.store.put(&key, bytes.into()).await.expect("put");
+        put(keys::attempt_manifest(name), br#"[{"path":"a/b.txt","bytes":5,"sha256":"00"}]"#).await;
+        put(keys::attempt_output(name, "a/b.txt"), b"hello").await;
+        put(keys::attempt_log(name, "stdout"), b"whole stdout\n").await;
+    }
+    let at = format!("/v1/jobs/{job}/tasks/0");
+    assert_eq!(cluster.get(&format!("{at}/outputs")).await.expect(200).json()[0]["path"], "a/b.txt");
+    let file = cluster.get(&format!("{at}/outputs/a/b.txt")).await.expect(200);
+    assert_eq!((file.text().as_str(), file.headers["content-length"].to_str().ok()), ("hello", Some("5")));
+    for none in ["outputs/nothing", "outputs/a/../a/b.txt", "outputs/a//b.txt", "outputs?attempt=9", "logs?attempt=9"] {
+        cluster.get(&format!("{at}/{none}")).await.expect(404);
+    }
+    cluster.get(&format!("{at}/logs?stream=x")).await.expect(400);
+    assert_eq!(cluster.get(&format!("{at}/logs?stream=stdout")).await.expect(200).text(), "whole stdout\n");
+    assert_eq!(cluster.get(&format!("{at}/logs")).await.expect(200).text(), "whole stdout\nerr\n");
+    assert_eq!(cluster.get(&format!("{at}/logs?follow=true&attempt=1")).await.expect(200).text(), "whole stdout\nerr\n");
+
+    use volley_coordinator::trail::Trailer;
+    let objects = volley_coordinator::io::objects::Objects::new(cluster.store.clone(), cluster.running.handle.rows().clone(), Default::default());
+    assert!(objects.trail(id(&job), volley_jobspecs::wire::record::Trailing::FailedObjects).await);
+    let left = cluster.store.list(&format!("jobs/{job}/main/"), None, 100).await.expect("a list");
+    assert!(left.objects.len() == 3 && left.objects.iter().all(|o| o.key.starts_with(&keys::attempt_prefix(&names[1]))), "{left:?}");
+    // What retention took leaves its tail.
+    assert_eq!(cluster.get(&format!("{at}/logs?attempt=1&stream=stdout")).await.expect(200).text(), "out\n");
+    cluster.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn live_output_is_followed_to_the_end() {
+    let Some(cluster) = cluster().await else { return };
+    let (stop, (names, mut begun)) = (CancellationToken::new(), tokio::sync::mpsc::unbounded_channel());
+    worker(&cluster.world.nats.url, "w1", 1, stop, move |name| {
+        _ = names.send(name);
+        None
+    })
+    .await;
+    let client = async_nats::connect(&cluster.world.nats.url).await.expect("NATS");
+    let mut watched = client.subscribe(subjects::WATCH_ALL).await.expect("a subscription");
+    let job = cluster.submit(&spec("live", json!({ "count": 1 }))).await;
+    let name = begun.recv().await.expect("an attempt");
+    let publish = async {
+        use futures::StreamExt;
+        assert_eq!(watched.next().await.map(|m| m.subject.to_string()), Some(subjects::watch(id(&job))));
+        // A second stream may watch too; pieces go to both.
+        for (offset, bytes) in [(0u64, &b"one\n"[..]), (0, b"one\n"), (4, b"two\n")] {
+            let piece = Live { name, stderr: false, offset, bytes: bytes.to_vec().into() };
+            client.publish(subjects::live(id(&job), 0), wire::encode(&piece).into()).await.expect("published");
+        }
+        client.flush().await.expect("flushed");
+        tokio::time::sleep(Duration::from_millis(300)).await;
+        // Something of the attempt's end was not seen live: the report brings it.
+        let mut end = success(name);
+        end.stdout = Some(Stream { bytes: 14, tail: b"one\ntwo\nthree\n".to_vec().into(), stored: false, truncated: false });
+        let worker = volley_jobspecs::ids::WorkerId::new("w1").expect("a name");
+        let incarnation = cluster.running.handle.read(|state, _, _| state.workers.values().next().map(|w| w.incarnation)).await.expect("read").expect("a worker");
+        let report = volley_jobspecs::wire::report::Report { worker: worker.clone(), incarnation, number: 9, ends: vec![end] };
+        let record = wire::encode(&volley_jobspecs::wire::record::Record::Report(report));
+        cluster.running.handle.log().publish(&subjects::log_report(&worker), record.into(), Duration::from_secs(5)).await.expect("published");
+    };
+    let (task, all) = (format!("/v1/jobs/{job}/tasks/0/logs?follow=true"), format!("/v1/jobs/{job}/logs?follow=true"));
+    let (_, task, all) = tokio::time::timeout(Duration::from_secs(20), async { tokio::join!(publish, cluster.get(&task), cluster.get(&all)) }).await.expect("in time");
+    assert_eq!(task.expect(200).text(), "one\ntwo\nthree\n");
+    let lines = all.expect(200).lines();
+    assert!(lines.iter().all(|line| line["index"] == 0 && line["stream"] == "stdout"), "{lines:?}");
+    cluster.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn many_results_stream_fast_and_whole() {
+    let Some((cluster, _stop)) = with_worker().await else { return };
+    const TASKS: usize = 20_000;
+    let mut spec = spec("many", json!({ "count": TASKS }));
+    spec["task"] = json!({ "isolation": "null", "command": "x" });
+    let job = cluster.submit(&spec).await;
+    let (stop, url) = (CancellationToken::new(), cluster.world.nats.url.clone());
+    worker(&url, "w2", 64, stop, |name| Some(success(name))).await;
+    // A slow follower from the beginning gets every row too.
+    let followed = tokio::time::timeout(Duration::from_secs(120), cluster.get(&format!("/v1/jobs/{job}/results?follow=true"))).await.expect("in time");
+    let mut seen: Vec<u64> = followed.expect(200).lines().iter().filter_map(|row| row["index"].as_u64()).collect();
+    seen.sort_unstable();
+    assert_eq!(seen, (0..TASKS as u64).collect::<Vec<_>>());
+    let started = std::time::Instant::now();
+    let answer = cluster.get(&format!("/v1/jobs/{job}/results")).await.expect(200);
+    let took = started.elapsed();
+    assert_eq!(answer.bytes.iter().filter(|b| **b == b'\n').count(), TASKS);
+    println!("{TASKS} result rows in {took:?}: {:.0} rows a second", TASKS as f64 / took.as_secs_f64());
+    assert!(took < Duration::from_secs(5), "{took:?}");
+    cluster.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_server_answers_over_tcp_and_stops_with_streams_open() {
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+    let Some(cluster) = cluster().await else { return };
+    let job = cluster.submit(&spec("open", json!({ "count": 1 }))).await;
+    let ask = async |text: String| {
+        let mut stream = tokio::net::TcpStream::connect(cluster.running.addr).await.expect("connected");
+        stream.write_all(text.as_bytes()).await.expect("sent");
+        stream
+    };
+    let mut answer = String::new();
+    ask("GET /metrics HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n".into()).await.read_to_string(&mut answer).await.expect("read");
+    assert!(answer.starts_with("HTTP/1.1 200") && answer.contains("volley_leader 1\n") && answer.contains("volley_jobs{state=\"queued\"} 1\n"), "{answer}");
+    answer.clear();
+    ask("GET /metrics HTTP/1.1\r\nhost: x\r\nx-forwarded-for: 1.2.3.4\r\nconnection: close\r\n\r\n".into()).await.read_to_string(&mut answer).await.expect("read");
+    assert!(answer.starts_with("HTTP/1.1 401"), "{answer}");
+    answer.clear();
+    ask("GET /v1/jobs HTTP/1.1\r\nhost: x\r\nbad header\r\n\r\n".into()).await.read_to_string(&mut answer).await.expect("read");
+    assert!(answer.starts_with("HTTP/1.1 400"), "{answer}");
+    let view = cluster.get("/v1/cluster").await.expect(200).json();
+    assert!(view["id"] == cluster.running.cluster.as_str() && view["term"] == 1 && view["bucket"] == "s3://cell/", "{view}");
+    let mut open = ask(format!("GET /v1/jobs/{job}/events HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {BOOTSTRAP}\r\n\r\n")).await;
+    let mut some = [0; 64];
+    assert!(open.read(&mut some).await.expect("read") > 0);
+    let started = std::time::Instant::now();
+    cluster.stop().await;
+    assert!(started.elapsed() < Duration::from_secs(4), "{:?}", started.elapsed());
+}

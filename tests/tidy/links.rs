@@ -22,6 +22,14 @@ fn links_of_documents_are_alive() {
 }
 
 #[test]
+fn decision_records_are_listed() {
+    let index = links(&read("deploy/docs/README.md"));
+    let records = files(&[".md"]).into_iter().filter_map(|name| name.strip_prefix("deploy/docs/").map(str::to_owned));
+    let missing = records.filter(|name| name != "README.md" && !index.contains(name));
+    none("deploy/docs/README.md lists every record", missing.collect());
+}
+
+#[test]
 fn the_road_of_a_task_is_there() {
     let readme = read("README.md");
     let table = readme.split("## The road of a task").nth(1).expect("README.md has a chapter `The road of a task`");

@@ -236,13 +236,8 @@ pub fn success(name: AttemptName) -> AttemptEnd {
     }
 }
 
-/// A worker that ends attempts as `ends` says; `None`: it holds them for ever.
-pub async fn worker(url: &str, name: &str, slots: u32, stop: CancellationToken, ends: impl Fn(AttemptName) -> Option<AttemptEnd> + Send + 'static) {
-    let client = async_nats::connect(url).await.expect("NATS");
-    let jetstream = async_nats::jetstream::new(client.clone());
-    let worker = WorkerId::new(name).expect("a name");
-    let mut work = client.subscribe(subjects::work(&worker)).await.expect("a subscription");
-    let info = WorkerInfo {
+fn worker_info(slots: u32) -> WorkerInfo {
+    WorkerInfo {
         slots,
         cpu_milli: 64_000,
         memory_bytes: 64 << 30,
@@ -252,11 +247,19 @@ pub async fn worker(url: &str, name: &str, slots: u32, stop: CancellationToken, 
         limits: true,
         build: "test".into(),
         host: "test".into(),
-    };
+    }
+}
+
+/// A worker that ends attempts as `ends` says; `None`: it holds them for ever.
+pub async fn worker(url: &str, name: &str, slots: u32, stop: CancellationToken, ends: impl Fn(AttemptName) -> Option<AttemptEnd> + Send + 'static) {
+    let client = async_nats::connect(url).await.expect("NATS");
+    let jetstream = async_nats::jetstream::new(client.clone());
+    let worker = WorkerId::new(name).expect("a name");
+    let mut work = client.subscribe(subjects::work(&worker)).await.expect("a subscription");
     let mut beat = Beat {
         worker: worker.clone(),
         incarnation: Incarnation(rand()),
-        info,
+        info: worker_info(slots),
         held: Vec::new(),
         term: Term(0),
         taken: 0,

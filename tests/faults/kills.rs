@@ -36,6 +36,8 @@ enum Fault {
     Freeze(u64),
     /// A coordinator is killed and loses its database, which may be deleted at any time.
     Wipe,
+    /// A worker's helper that starts processes is killed.
+    Helper,
 }
 
 /// One of each fault for each target, at random instants; those of one target don't overlap.
@@ -44,7 +46,11 @@ fn schedule(random: &mut Random) -> Vec<(Target, Vec<(u64, Fault)>)> {
     for target in [Target::Leader, Target::Worker, Target::Nats, Target::S3] {
         // Mostly short: a freeze of many seconds of NATS or S3 is an outage, which other tests have.
         let most = if random.one_in(3) { FREEZE_MS_MAX } else { 4_000 };
-        let kill = if target == Target::Leader && random.one_in(2) { Fault::Wipe } else { Fault::Kill };
+        let kill = match target {
+            Target::Leader if random.one_in(2) => Fault::Wipe,
+            Target::Worker if random.one_in(3) => Fault::Helper,
+            _ => Fault::Kill,
+        };
         let mut faults = [kill, Fault::Freeze(random.between(200, most))];
         if random.one_in(2) {
             faults.swap(0, 1);
@@ -142,6 +148,7 @@ async fn strike(cluster: &Cluster, target: Target, fault: Fault, pick: u64) {
     println!("  {fault:?} {} ({target:?})", process.name);
     match fault {
         Fault::Kill => process.kill(),
+        Fault::Helper => process.kill_helpers(),
         Fault::Wipe => {
             process.away();
             while process.pid() != 0 {

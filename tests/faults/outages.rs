@@ -77,6 +77,27 @@ async fn nats_is_not_there_at_the_start() {
     cluster.stop().await;
 }
 
+/// Coordinators and workers that start while S3 refuses say so, and are up by themselves once it doesn't.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn s3_refuses_at_the_start() {
+    let s3_port = free_port();
+    let proxy = Proxy::start(s3_port).await;
+    proxy.refuse(true);
+    let cluster = Cluster::begin(Plan { coordinators: 1, workers: vec![2], s3_via: Some(proxy.port), s3_port: Some(s3_port), ..Plan::default() }).await;
+    let begun = Instant::now();
+    for process in cluster.coordinators.iter().chain(&cluster.workers) {
+        assert!(process.says("503", Duration::from_secs(20)).await, "{} says nothing\n{}", process.name, cluster.logs(20));
+        println!("{} after {:.1} s: {}", process.name, begun.elapsed().as_secs_f64(), process.log_text().lines().last().unwrap_or_default());
+    }
+    proxy.refuse(false);
+    cluster.ready().await;
+    println!("ready after {:.1} s", begun.elapsed().as_secs_f64());
+    for process in cluster.coordinators.iter().chain(&cluster.workers) {
+        assert_eq!(process.starts(), 1, "{} waits instead of ending: {}", process.name, process.log_text());
+    }
+    cluster.stop().await;
+}
+
 /// While S3 answers 503 tasks wait and keep their results; requests that need it say so; afterwards everything goes on by itself.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn s3_refuses_for_a_while() {

@@ -5,7 +5,7 @@ import sys
 import xml.etree.ElementTree as tree
 
 passed = failed = 0
-skipped, slow, failures = [], [], []
+skipped, slow, failures, flaky = [], [], [], []
 for suite in tree.parse(sys.argv[1]).getroot().iter("testsuite"):
     for case in suite.iter("testcase"):
         name = f"{suite.get('name')} {case.get('name')}"
@@ -19,11 +19,13 @@ for suite in tree.parse(sys.argv[1]).getroot().iter("testsuite"):
             skipped.append(f"{name}: {why[1] if why else 'ignored'}")
         else:
             passed += 1
+            if case.find("flakyFailure") is not None or case.find("flakyError") is not None:
+                flaky.append(name)
 
 print("\nslowest:")
 for seconds, name in sorted(slow, reverse=True)[:8]:
     print(f"  {seconds:6.1f} s  {name}")
-for title, rows in (("skipped", skipped), ("failed", failures)):
+for title, rows in (("skipped", skipped), ("passed at the second try", flaky), ("failed", failures)):
     if rows:
         print(f"\n{title}:")
         print("\n".join(f"  {row}" for row in rows))

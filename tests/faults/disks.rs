@@ -68,7 +68,7 @@ async fn the_coordinators_disk_is_full() {
     let plan = Plan { coordinators: 2, workers: vec![8], data_dir: Some(disk.path().join("data")), ..Plan::default() };
     let cluster = Cluster::start(plan).await;
     let spec = json!({
-        "version": "volley/v1", "name": "many", "items": { "count": 40_000 }, "task": { "isolation": "null", "command": "true" }, "limits": { "rate": "2000/s" },
+        "version": "volley/v1", "name": "many", "items": { "count": 200_000 }, "task": { "isolation": "null", "command": "true" },
     });
     let job = cluster.submit(&spec).await;
     let follow = cluster.follow(job);
@@ -80,8 +80,8 @@ async fn the_coordinators_disk_is_full() {
     assert!(first.says("No space left on device", Duration::from_secs(60)).await, "{}", cluster.logs(20));
     cluster.wait(job, Duration::from_secs(180)).await;
     disk.empty();
-    cluster.all_succeeded(job, 40_000).await;
-    exactly_once(&follow.await.unwrap().unwrap(), 40_000, "the followed stream");
+    cluster.all_succeeded(job, 200_000).await;
+    exactly_once(&follow.await.unwrap().unwrap(), 200_000, "the followed stream");
     cluster.at_rest().await;
     let said = first.log_text();
     let line = said.lines().find(|line| line.starts_with("error: ") && line.contains("No space left on device"));
@@ -134,7 +134,7 @@ async fn a_workers_disk_is_full() {
     disk.empty();
     let view = cluster.wait(job, Duration::from_secs(120)).await;
     println!("with a full disk: {during:?}\nat the end: {view:?}");
-    let mut messages = std::collections::BTreeMap::new();
+    let mut messages: std::collections::BTreeMap<_, u32> = std::collections::BTreeMap::new();
     for index in 0..40 {
         for attempt in cluster.client.attempts(job, index).await.unwrap() {
             if attempt.state == TaskState::Failed {
@@ -145,16 +145,12 @@ async fn a_workers_disk_is_full() {
     }
     println!("failed attempts: {messages:#?}");
     assert_eq!(cluster.workers[0].starts(), 1, "the worker goes on\n{}", cluster.logs(20));
-    // A command that finds the disk full may fail by itself; whatever the worker could not do is the cluster's fault.
-    let own = messages.iter().filter(|((class, ..), _)| class.is_some_and(|class| !class.is_infra())).map(|(_, n)| n).sum::<u32>();
-    let failed_tasks = view.tasks.failed;
-    assert!(u32::from(failed_tasks > 0) <= own, "{view:?} {messages:#?}");
-    assert_eq!(view.tasks.infra_failed, 0, "{view:?}");
-    for ((class, words, _), _) in &messages {
-        let infra = class.is_some_and(|class| class.is_infra());
-        assert!(!infra || words.contains("No space left") || words.contains("disk"), "{class:?} says {words:?}");
+    assert!(!messages.is_empty(), "the disk was full for seconds");
+    for (class, words, _) in messages.keys() {
+        assert!(class.is_some_and(|class| class.is_infra()), "{class:?} says {words:?}");
+        assert!(words.contains("No space left") || words.contains("the worker's disk is full"), "{class:?} says {words:?}");
     }
-    assert!(matches!(view.state, JobState::Succeeded | JobState::Failed));
+    assert_eq!(view.state, JobState::Succeeded, "{view:?}");
     cluster.at_rest().await;
     cluster.stop().await;
 }

@@ -1,5 +1,6 @@
 //! kill -9 and SIGSTOP/SIGCONT of the leading coordinator, a worker, nats-server and the S3 server, at random instants under a job
-//! of 10,000 tasks: all results are there, each exactly once, and nobody had to do anything by hand.
+//! of 10,000 tasks: all results are there, each exactly once, and nobody had to do anything by hand. Now and then everything is killed
+//! at once, as by a power cut, or a coordinator loses its database.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -25,12 +26,18 @@ enum Target {
     Worker,
     Nats,
     S3,
+    /// The whole host loses its power.
+    All,
 }
 
 #[derive(Clone, Copy, Debug)]
 enum Fault {
     Kill,
     Freeze(u64),
+    /// A coordinator is killed and loses its database, which may be deleted at any time.
+    Wipe,
+    /// A worker's helper that starts processes is killed.
+    Helper,
 }
 
 /// One of each fault for each target, at random instants; those of one target don't overlap.
@@ -39,12 +46,20 @@ fn schedule(random: &mut Random) -> Vec<(Target, Vec<(u64, Fault)>)> {
     for target in [Target::Leader, Target::Worker, Target::Nats, Target::S3] {
         // Mostly short: a freeze of many seconds of NATS or S3 is an outage, which other tests have.
         let most = if random.one_in(3) { FREEZE_MS_MAX } else { 4_000 };
-        let mut faults = [Fault::Kill, Fault::Freeze(random.between(200, most))];
+        let kill = match target {
+            Target::Leader if random.one_in(2) => Fault::Wipe,
+            Target::Worker if random.one_in(3) => Fault::Helper,
+            _ => Fault::Kill,
+        };
+        let mut faults = [kill, Fault::Freeze(random.between(200, most))];
         if random.one_in(2) {
             faults.swap(0, 1);
         }
         let at = faults.map(|fault| (random.between(1_500, FAULTS_MS / 2), fault));
         all.push((target, at.to_vec()));
+    }
+    if random.one_in(3) {
+        all.push((Target::All, vec![(random.between(3_000, FAULTS_MS), Fault::Kill)]));
     }
     all
 }
@@ -118,16 +133,30 @@ async fn round(cluster: &Arc<Cluster>, seed: u64) {
 }
 
 async fn strike(cluster: &Cluster, target: Target, fault: Fault, pick: u64) {
+    if target == Target::All {
+        println!("  {fault:?} everything");
+        [&cluster.nats, &cluster.s3].into_iter().chain(&cluster.coordinators).chain(&cluster.workers).for_each(crate::process::Process::kill);
+        return;
+    }
     let process = match target {
         // Nobody may be known to lead while another fault lasts; then one of them is as good as the other.
         Target::Leader => &cluster.coordinators[cluster.leader().await.unwrap_or(pick as usize % cluster.coordinators.len())],
         Target::Worker => &cluster.workers[pick as usize % cluster.workers.len()],
         Target::Nats => &cluster.nats,
-        Target::S3 => &cluster.s3,
+        Target::S3 | Target::All => &cluster.s3,
     };
     println!("  {fault:?} {} ({target:?})", process.name);
     match fault {
         Fault::Kill => process.kill(),
+        Fault::Helper => process.kill_helpers(),
+        Fault::Wipe => {
+            process.away();
+            while process.pid() != 0 {
+                tokio::time::sleep(Duration::from_millis(10)).await;
+            }
+            std::fs::remove_dir_all(cluster.dir.path().join(&process.name)).unwrap();
+            process.back();
+        }
         Fault::Freeze(ms) => process.freeze(Duration::from_millis(ms)).await,
     }
 }

@@ -29,7 +29,14 @@ struct Malformed {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn malformed_input_is_refused_and_creates_nothing() {
-    let cluster = Arc::new(Cluster::start(Plan { coordinators: 1, workers: Vec::new(), ..Plan::default() }).await);
+    let cluster = Arc::new(Cluster::start(Plan { coordinators: 1, workers: vec![2], ..Plan::default() }).await);
+    // An ended job, so that requests about jobs find one now and then.
+    let spec = json!({
+        "version": "volley/v1", "name": "there", "items": { "count": 20 },
+        "task": { "isolation": "process", "command": "echo ${index}; echo x > \"$VOLLEY_OUTPUT_DIR/a b\"" },
+    });
+    let there = cluster.submit(&spec).await;
+    cluster.wait(there, std::time::Duration::from_secs(60)).await;
     let before = inventory(&cluster).await;
     let requests = setting("VOLLEY_FAULTS_MALFORMED", 10_000);
     let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap().as_secs();
@@ -47,7 +54,7 @@ async fn malformed_input_is_refused_and_creates_nothing() {
             let mut statuses: BTreeMap<u16, u32> = BTreeMap::new();
             for n in (lane..requests).step_by(AT_ONCE as usize) {
                 let mut random = Random::new(seed ^ (n << 20));
-                let request = if n % 2 == 0 { malformed_spec(&mut random, &bases) } else { malformed_request(&mut random, &routes, &bases) };
+                let request = if n % 2 == 0 { malformed_spec(&mut random, &bases) } else { malformed_request(&mut random, &routes, &bases, &there.to_string()) };
                 *statuses.entry(send(&cluster, request, seed, n).await).or_default() += 1;
             }
             statuses
@@ -70,8 +77,12 @@ async fn malformed_input_is_refused_and_creates_nothing() {
 /// Jobs, tenants and workers there are.
 async fn inventory(cluster: &Cluster) -> Vec<Value> {
     let mut all = Vec::new();
-    for path in ["/v1/jobs", "/v1/tenants", "/v1/workers"] {
-        all.push(cluster.get(&cluster.endpoints[0], path).await.unwrap_or_else(|| panic!("{path}")));
+    for (path, field) in [("/v1/jobs", "job"), ("/v1/tenants", "tenant"), ("/v1/workers", "worker")] {
+        let found = cluster.get(&cluster.endpoints[0], path).await.unwrap_or_else(|| panic!("{path}"));
+        let rows = if found.is_array() { &found } else { &found["rows"] };
+        let mut names: Vec<Value> = rows.as_array().unwrap_or_else(|| panic!("{path}: {found}")).iter().map(|row| row[field].clone()).collect();
+        names.sort_by_key(Value::to_string);
+        all.push(names.into());
     }
     all
 }
@@ -201,7 +212,7 @@ fn routes(document: &Value) -> Vec<(String, String)> {
     all
 }
 
-fn malformed_request(random: &mut Random, routes: &[(String, String)], bases: &[Value]) -> Malformed {
+fn malformed_request(random: &mut Random, routes: &[(String, String)], bases: &[Value], there: &str) -> Malformed {
     let (method, template) = &routes[random.below(routes.len() as u64) as usize];
     let method = if random.one_in(12) { ["GET", "PUT", "PATCH", "DELETE", "POST", "HEAD2"][random.below(6) as usize] } else { method.as_str() };
     let mut path = String::new();
@@ -210,6 +221,9 @@ fn malformed_request(random: &mut Random, routes: &[(String, String)], bases: &[
         let named = segment.starts_with('{');
         let text = match segment {
             _ if random.one_in(30) => word(random),
+            // Its removal would be no mistake.
+            "{job}" if method != "DELETE" && random.one_in(2) => there.to_owned(),
+            "{index}" if random.one_in(2) => random.below(25).to_string(),
             "{job}" if random.one_in(2) => format!("j{}", random.below(1_000_000)),
             "{index}" if random.one_in(2) => random.below(5_000_000_000).to_string(),
             _ if named => word(random),

@@ -118,6 +118,13 @@ impl Process {
         }
     }
 
+    /// kill -9 of the helper processes it started, but not of itself.
+    pub fn kill_helpers(&self) {
+        let pid = self.pid();
+        let children = std::fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap_or_default();
+        children.split_whitespace().filter_map(|id| id.parse().ok()).for_each(|id| signal(id, Signal::KILL));
+    }
+
     /// kill -9, and it stays away until [`Process::back`].
     pub fn away(&self) {
         _ = self.wanted.send_replace(Wanted::Away);

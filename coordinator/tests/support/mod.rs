@@ -111,8 +111,13 @@ impl World {
     }
 
     pub async fn cluster(self) -> Cluster {
+        let config = self.config();
+        self.cluster_with(config).await
+    }
+
+    pub async fn cluster_with(self, config: CoordinatorConfig) -> Cluster {
         let stop = CancellationToken::new();
-        let running = run(self.config(), stop.clone()).await.unwrap_or_else(|e| panic!("{e}"));
+        let running = run(config, stop.clone()).await.unwrap_or_else(|e| panic!("{e}"));
         let store = Store::connect(&self.config().store).await.expect("a store");
         let router = api::router(running.app.clone());
         let cluster = Cluster { world: self, running, router, store, stop };

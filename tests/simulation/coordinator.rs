@@ -2,7 +2,7 @@
 
 use volley_coordinator::core::Core;
 use volley_coordinator::leader::{Action, Tuning};
-use volley_coordinator::state::rows::MapRows;
+use volley_coordinator::state::rows::{MapRows, Rows as _, Table, Write};
 use volley_jobspecs::ids::WorkerId;
 use volley_jobspecs::wire::record::{Decided, Record};
 use volley_jobspecs::wire::work::{Beat, BeatAnswer, WorkAnswer};
@@ -10,6 +10,9 @@ use volley_jobspecs::wire::{self};
 
 /// How long a lease holds from when its renewal was sent.
 pub const GIVE_UP_MS: u64 = 4_000;
+
+/// Every row of a coordinator between two batches.
+pub type Checkpoint = std::collections::BTreeMap<(Table, Vec<u8>), Vec<u8>>;
 
 pub struct Coordinator {
     pub name: String,
@@ -59,6 +62,14 @@ impl Coordinator {
         self.publishing = None;
         self.life += 1;
         self.name = format!("{}-{}", self.name.split('-').next().unwrap(), self.life);
+    }
+
+    /// Its next record was trimmed: it starts anew from a checkpoint.
+    pub fn load(&mut self, checkpoint: &Checkpoint, clock_offset: u64) {
+        self.rows = MapRows::default();
+        let rows = checkpoint.iter().map(|((table, key), value)| Write::Put(*table, key.clone(), value.clone()));
+        self.rows.write(rows.collect()).unwrap();
+        self.restart(clock_offset);
     }
 
     pub fn step_down(&mut self) {

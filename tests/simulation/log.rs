@@ -16,6 +16,8 @@ pub enum Written {
 pub struct Log {
     records: Vec<(String, Vec<u8>)>,
     last_leader: u64,
+    /// Everything before is trimmed: no coordinator may read it. Kept all the same, for the demands made at the end.
+    first: u64,
 }
 
 impl Log {
@@ -36,6 +38,15 @@ impl Log {
         let from = (next as usize).saturating_sub(1).min(self.records.len());
         let some = self.records[from..].iter().take(count).enumerate();
         some.map(|(at, (_, bytes))| ((from + at + 1) as u64, bytes.clone())).collect()
+    }
+
+    pub fn trim(&mut self, keep: u64) {
+        assert!(keep <= self.last_leader, "the fence is trimmed away");
+        self.first = self.first.max(keep);
+    }
+
+    pub fn first(&self) -> u64 {
+        self.first
     }
 
     pub fn last_leader(&self) -> Option<(u64, &[u8])> {

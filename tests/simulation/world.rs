@@ -4,15 +4,16 @@
 
 use std::collections::BTreeMap;
 
+use volley_coordinator::checkpoint;
 use volley_coordinator::leader::{Action, Tuning};
 use volley_jobspecs::ids::{Incarnation, JobId, TenantId, WorkerId};
 use volley_jobspecs::subjects;
-use volley_jobspecs::wire::record::{Control, Record, Verb};
+use volley_jobspecs::wire::record::{Control, Decision, Record, Verb};
 use volley_jobspecs::wire::work::{Beat, BeatAnswer, WorkAnswer, WorkMessage};
 use volley_jobspecs::wire::{self};
 use volley_worker::core::{Action as Do, Input, JobAnswer, JobFacts};
 
-use super::coordinator::{Coordinator, GIVE_UP_MS, is_ours};
+use super::coordinator::{Checkpoint, Coordinator, GIVE_UP_MS, is_ours};
 use super::demands::{self, Notebook};
 use super::host::{self, Host};
 use super::log::{Log, Written};
@@ -61,6 +62,10 @@ pub struct World {
     pub notebook: Notebook,
     failing: u64,
     jobs_left: u64,
+    /// What coordinators left in the bucket.
+    checkpoints: Vec<Checkpoint>,
+    /// How often one was loaded.
+    pub loads: u64,
 }
 
 impl World {
@@ -98,6 +103,8 @@ impl World {
             notebook: Notebook::default(),
             failing: [0, 5, 30, 60][random.below(4) as usize],
             jobs_left: random.between(1, 5),
+            checkpoints: Vec::new(),
+            loads: 0,
             random,
         };
         for at in 0..WORKERS {
@@ -187,16 +194,7 @@ impl World {
                     self.poll(to);
                 }
             }
-            Event::Report { from, life, incarnation, number, bytes } => {
-                let subject = subjects::log_report(&self.hosts[from].name);
-                let lost = self.devil() && self.random.one_in(12);
-                let written = if lost { None } else { Some(self.log.append(&subject, bytes, None)) };
-                let sequence = written.and_then(|w| if let Written::At(sequence) = w { Some(sequence) } else { None });
-                let answer_lost = self.devil() && self.random.one_in(12);
-                let sequence = sequence.filter(|_| !answer_lost);
-                let wait = if sequence.is_some() { 5 } else { 2_000 };
-                self.soon(1, wait, Event::ReportAcked { to: from, life, incarnation, number, sequence });
-            }
+            Event::Report { from, life, incarnation, number, bytes } => self.report(from, life, incarnation, number, bytes),
             Event::ReportAcked { to, life, incarnation, number, sequence } if self.hosts[to].life == life => {
                 let input = match sequence {
                     Some(sequence) => Input::ReportAcked { incarnation, number, sequence },
@@ -219,6 +217,18 @@ impl World {
         }
     }
 
+    /// A report on its way into the log; it or its answer may be lost.
+    fn report(&mut self, from: usize, life: u64, incarnation: Incarnation, number: u64, bytes: Vec<u8>) {
+        let subject = subjects::log_report(&self.hosts[from].name);
+        let lost = self.devil() && self.random.one_in(12);
+        let written = if lost { None } else { Some(self.log.append(&subject, bytes, None)) };
+        let sequence = written.and_then(|w| if let Written::At(sequence) = w { Some(sequence) } else { None });
+        let answer_lost = self.devil() && self.random.one_in(12);
+        let sequence = sequence.filter(|_| !answer_lost);
+        let wait = if sequence.is_some() { 5 } else { 2_000 };
+        self.soon(1, wait, Event::ReportAcked { to: from, life, incarnation, number, sequence });
+    }
+
     /// Core NATS: may be lost, repeated, late.
     fn core_message(&mut self, event: Event) {
         if self.devil() {
@@ -235,6 +245,7 @@ impl World {
 
     fn turn(&mut self, at: usize) {
         if self.coordinators[at].runs(self.now) {
+            self.keep(at);
             // Reads in bursts of any size, and so behind the others.
             let count = self.random.between(0, 60) as usize;
             let records = self.log.read(self.coordinators[at].next(), count);
@@ -248,6 +259,28 @@ impl World {
         let frozen = self.coordinators[at].frozen_until;
         let next = self.now + self.random.between(1, 15);
         self.at(next.max(frozen), Event::Turn(at));
+    }
+
+    /// What the keeper does: checkpoints, trims, and loads one when what comes next is trimmed.
+    fn keep(&mut self, at: usize) {
+        if self.coordinators[at].next() < self.log.first() {
+            let offset = self.random.below(1 << 30);
+            let newest = self.checkpoints.last().cloned().unwrap_or_default();
+            self.coordinators[at].load(&newest, offset);
+            self.loads += 1;
+        }
+        let sequence = self.coordinators[at].core.state().head.sequence;
+        let due = self.devil() && self.random.one_in(100);
+        let trim = self.devil() && self.random.one_in(30);
+        if let Some((leader, state)) = self.coordinators[at].core.leader().filter(|_| due || trim) {
+            if let Some(keep) = checkpoint::keep_from(&state.head).filter(|_| trim) {
+                self.log.trim(keep);
+            }
+            if due && state.head.checkpoints.last().is_none_or(|last| *last < sequence) {
+                leader.record(Decision::Checkpointed { sequence });
+                self.checkpoints.push(self.coordinators[at].rows.dump());
+            }
+        }
     }
 
     fn lease(&mut self, at: usize) {

@@ -22,7 +22,7 @@ use super::rocks::RocksRows;
 use crate::checkpoint::{self, Every, File, MANIFEST_BYTES_MAX, Manifest, VERSION};
 use crate::driver::{Handle, RequestError, wall_ms};
 use crate::state::Head;
-use crate::state::rows::RowsError;
+use crate::state::rows::{self, RowsError};
 
 /// Directory, beside RocksDB's files, in which a copy lies while it is stored.
 pub const COPY_DIR: &str = "checkpoint";
@@ -322,8 +322,8 @@ pub async fn remove_dir(path: &Path) -> Result<(), CheckpointError> {
 }
 
 /// Copies the database; returns where it stood, and its files with sizes and hashes.
-fn copied(rows: &RocksRows, to: &Path) -> Result<(Head, Vec<(String, u64, String)>), CheckpointError> {
-    rows.copy_to(to)?;
+fn copied(from: &RocksRows, to: &Path) -> Result<(Head, Vec<(String, u64, String)>), CheckpointError> {
+    from.copy_to(to)?;
     let failed = |source| CheckpointError::File { path: to.to_owned(), source };
     let mut files = Vec::new();
     for entry in std::fs::read_dir(to).map_err(failed)? {
@@ -335,7 +335,7 @@ fn copied(rows: &RocksRows, to: &Path) -> Result<(Head, Vec<(String, u64, String
         }
     }
     files.sort_unstable();
-    let head = RocksRows::head_of(to)?.ok_or_else(|| CheckpointError::Empty(to.to_owned()))?;
+    let head = rows::load_head(&RocksRows::read_only(to)?)?.ok_or_else(|| CheckpointError::Empty(to.to_owned()))?;
     Ok((head, files))
 }
 

@@ -288,7 +288,7 @@ async fn load_one(dir: &Path, store: &Store, sequence: u64, wanted: &Wanted<'_>)
             return Err(LoadError::Damaged { key: file.key.clone(), found, wanted });
         }
     }
-    let found = RocksRows::head_of(&fetched)?.map(|head| head.sequence);
+    let found = rows::load_head(&RocksRows::read_only(&fetched)?)?.map(|head| head.sequence);
     if found != Some(sequence) {
         return Err(LoadError::Sequence { found, wanted: sequence });
     }

@@ -9,8 +9,7 @@ use std::sync::{Arc, Weak};
 use rocksdb::checkpoint::Checkpoint;
 use rocksdb::{BlockBasedOptions, Cache, ColumnFamily, ColumnFamilyDescriptor, DB, DBCompressionType, Direction, ErrorKind, IteratorMode, Options, ReadOptions, WriteBatch};
 
-use crate::state::Head;
-use crate::state::rows::{self, Rows, RowsError, Table, Visit, Write};
+use crate::state::rows::{Rows, RowsError, Table, Visit, Write};
 
 /// Memtables of all tables together, in bytes: with [`CACHE_BYTES`] the bound on RocksDB's memory.
 pub const MEMTABLES_BYTES: usize = 24 * 1024 * 1024;
@@ -72,13 +71,28 @@ impl RocksRows {
         Checkpoint::new(&self.db).and_then(|checkpoint| checkpoint.create_checkpoint(to)).map_err(store)
     }
 
-    /// The head of a database that nobody has open.
+    /// Opens a database that is there, to read it as it is now; somebody else may have it open.
     ///
     /// # Errors
-    /// [`RowsError`] when it can't be read.
-    pub fn head_of(path: &Path) -> Result<Option<Head>, RowsError> {
+    /// [`RowsError`] when it can't be opened.
+    pub fn read_only(path: &Path) -> Result<Self, RowsError> {
         let db = DB::open_cf_for_read_only(&Options::default(), path, Table::ALL.map(Table::name), false).map_err(opening)?;
-        rows::load_head(&Self { db: Arc::new(db) })
+        Ok(Self { db: Arc::new(db) })
+    }
+
+    /// Every row, in order: for comparing.
+    ///
+    /// # Errors
+    /// [`RowsError`] when the store fails.
+    pub fn dump(&self) -> Result<Vec<(Table, KeyValue)>, RowsError> {
+        let mut all = Vec::new();
+        for table in Table::ALL {
+            self.scan(table, b"", b"", &mut |key, value| {
+                all.push((table, (key.to_vec(), value.to_vec())));
+                true
+            })?;
+        }
+        Ok(all)
     }
 
     /// Sees when nobody has it open any more.

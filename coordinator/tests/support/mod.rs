@@ -111,8 +111,13 @@ impl World {
     }
 
     pub async fn cluster(self) -> Cluster {
+        let config = self.config();
+        self.cluster_with(config).await
+    }
+
+    pub async fn cluster_with(self, config: CoordinatorConfig) -> Cluster {
         let stop = CancellationToken::new();
-        let running = run(self.config(), stop.clone()).await.unwrap_or_else(|e| panic!("{e}"));
+        let running = run(config, stop.clone()).await.unwrap_or_else(|e| panic!("{e}"));
         let store = Store::connect(&self.config().store).await.expect("a store");
         let router = api::router(running.app.clone());
         let cluster = Cluster { world: self, running, router, store, stop };
@@ -236,13 +241,8 @@ pub fn success(name: AttemptName) -> AttemptEnd {
     }
 }
 
-/// A worker that ends attempts as `ends` says; `None`: it holds them for ever.
-pub async fn worker(url: &str, name: &str, slots: u32, stop: CancellationToken, ends: impl Fn(AttemptName) -> Option<AttemptEnd> + Send + 'static) {
-    let client = async_nats::connect(url).await.expect("NATS");
-    let jetstream = async_nats::jetstream::new(client.clone());
-    let worker = WorkerId::new(name).expect("a name");
-    let mut work = client.subscribe(subjects::work(&worker)).await.expect("a subscription");
-    let info = WorkerInfo {
+fn worker_info(slots: u32) -> WorkerInfo {
+    WorkerInfo {
         slots,
         cpu_milli: 64_000,
         memory_bytes: 64 << 30,
@@ -252,11 +252,19 @@ pub async fn worker(url: &str, name: &str, slots: u32, stop: CancellationToken, 
         limits: true,
         build: "test".into(),
         host: "test".into(),
-    };
+    }
+}
+
+/// A worker that ends attempts as `ends` says; `None`: it holds them for ever.
+pub async fn worker(url: &str, name: &str, slots: u32, stop: CancellationToken, ends: impl Fn(AttemptName) -> Option<AttemptEnd> + Send + 'static) {
+    let client = async_nats::connect(url).await.expect("NATS");
+    let jetstream = async_nats::jetstream::new(client.clone());
+    let worker = WorkerId::new(name).expect("a name");
+    let mut work = client.subscribe(subjects::work(&worker)).await.expect("a subscription");
     let mut beat = Beat {
         worker: worker.clone(),
         incarnation: Incarnation(rand()),
-        info,
+        info: worker_info(slots),
         held: Vec::new(),
         term: Term(0),
         taken: 0,

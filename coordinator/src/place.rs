@@ -63,9 +63,16 @@ impl Scheduler {
     /// Learns from ended attempts.
     pub fn learn(&mut self, ended: &[(AttemptName, AttemptRow)]) {
         for (name, row) in ended {
-            let timing = &row.end.timing;
-            let took = u64::from(timing.prepare_ms) + u64::from(timing.run_ms) + u64::from(timing.persist_ms);
-            self.durations.entry(name.job).or_default().add(took);
+            let ran = match row.end.ending {
+                Ending::Succeeded => true,
+                Ending::Failed(class) => says_something(class),
+                Ending::Returned => false,
+            };
+            if ran {
+                let timing = &row.end.timing;
+                let took = u64::from(timing.prepare_ms) + u64::from(timing.run_ms) + u64::from(timing.persist_ms);
+                self.durations.entry(name.job).or_default().add(took);
+            }
             let task = (name.job, name.index);
             match row.end.ending {
                 Ending::Failed(class) => {
@@ -281,6 +288,12 @@ impl<'a> Shares<'a> {
             return tenants.get_mut(name).and_then(|queues| queues.pop_first()).map(|(_, queue)| queue);
         }
     }
+}
+
+/// Does a failure say anything about how tasks fare on the worker? Attempts that were cancelled don't, nor do those of a host that was
+/// lost: that was one event, however many attempts it ended, and the life that follows has done nothing wrong yet.
+fn says_something(class: FailureClass) -> bool {
+    !matches!(class, FailureClass::HostLost | FailureClass::Cancelled)
 }
 
 /// Classes that speak against the worker rather than the task.

@@ -64,7 +64,7 @@ fn fire(state: &mut State, sequence: u64, timer: Timer, fx: &mut Effects) {
         }
         Timer::Total(id) => {
             let total = state.jobs.get(&id).and_then(|job| job.facts.plan.total_ms).unwrap_or(0);
-            finish::end(state, sequence, id, EndCause::Deadline, format!("it was not done within {total} ms ($.limits.total)"), true, fx);
+            finish::end(state, sequence, id, EndCause::Deadline, format!("it was not done within {total} ms ($.limits.deadline)"), true, fx);
         }
         Timer::FailedObjects(id) => _ = state.head.sweep.insert(id),
         Timer::Forget(id) => _ = state.head.forget.insert(id),

@@ -182,7 +182,8 @@ async fn tenants_see_their_own_and_operators_all() {
 
     cluster.call(Method::DELETE, &format!("/v1/tokens/{token_id}"), Some(BOOTSTRAP), &[], "").await.expect(204);
     cluster.call(Method::GET, "/v1/jobs", Some(secret), &[], "").await.expect(401);
-    assert!(cluster.get("/metrics").await.expect(200).text().contains("volley_accept_jobs_total 2\n"));
+    let metrics = cluster.get("/metrics").await.expect(200).text();
+    assert!(metrics.contains("volley_accept_jobs_total 2\n"), "{metrics}");
     cluster.stop().await;
 }
 

@@ -11,6 +11,24 @@ use std::path::{Path, PathBuf};
 /// Mode of a task's directories: its own user only.
 const MODE: u32 = 0o700;
 
+/// Least room on the disk of a worker's directory, in bytes. With less no task begins, and one that fails is not blamed: it may have
+/// failed for want of room. Small enough that a disk with less is full by anybody's measure.
+pub const ROOM_BYTES_MIN: u64 = 4 * 1024 * 1024;
+/// Least number of files that can still be made there: a task's directories and a few files of its own.
+pub const ROOM_FILES_MIN: u64 = 32;
+
+/// A disk is full.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("the worker's disk is full: {} has room for {bytes} bytes and {files} files; make room there", .dir.display())]
+pub struct Full {
+    /// A directory on it.
+    pub dir: PathBuf,
+    /// Bytes left.
+    pub bytes: u64,
+    /// Files left.
+    pub files: u64,
+}
+
 /// A slot's directories.
 #[derive(Debug, Clone)]
 pub struct Dirs {
@@ -61,6 +79,21 @@ impl Dirs {
             }
         }
         Ok(())
+    }
+
+    /// Is there room for a task?
+    ///
+    /// # Errors
+    /// [`Full`]. A disk that doesn't say how full it is has room.
+    pub fn room(&self) -> Result<(), Full> {
+        let Ok(disk) = rustix::fs::statvfs(&self.root) else { return Ok(()) };
+        let bytes = disk.f_bavail.saturating_mul(disk.f_frsize);
+        // File systems without a fixed number of files say that they have none at all.
+        let files = if disk.f_files == 0 { u64::MAX } else { disk.f_favail };
+        if bytes >= ROOM_BYTES_MIN && files >= ROOM_FILES_MIN {
+            return Ok(());
+        }
+        Err(Full { dir: self.root.clone(), bytes, files })
     }
 
     /// Makes a directory below them, with those above it.

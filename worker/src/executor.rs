@@ -16,7 +16,7 @@ use volley_jobspecs::wire::report::Usage;
 
 use crate::attempt::{Outcome, Progress};
 use crate::core::Input;
-use crate::dirs::{self, Dirs};
+use crate::dirs::{self, Dirs, Full};
 use crate::execute::{ExecuteError, Executed, execute};
 use crate::inputs::Inputs;
 use crate::job::{Job, Pages};
@@ -171,7 +171,13 @@ impl<B: Bus, O: Objects> Executor<B, O> {
                 self.leave_dirs();
             }
         }
-        self.keep(name, &prepared, executed).instrument(tracing::debug_span!("persist")).await
+        // Asked before anything is cleared away.
+        let room = if executed.exit.as_ref().is_ok_and(|exit| exit.code == Some(0)) { Ok(()) } else { self.dirs.room() };
+        let outcome = self.keep(name, &prepared, executed).instrument(tracing::debug_span!("persist")).await;
+        match room {
+            Ok(()) => outcome,
+            Err(full) => excused(outcome, &full),
+        }
     }
 
     async fn keep(&mut self, name: &AttemptName, prepared: &Prepared, executed: Executed) -> Outcome {
@@ -265,6 +271,18 @@ fn outcome(exit: Result<Exit, ExecuteError>, prepared: &Prepared, kept: Kept, lo
         stderr: kept.stderr,
         outputs: kept.outputs,
     }
+}
+
+/// A task that failed while the worker's disk was full may have failed for that: a fault of the cluster's is never its verdict.
+fn excused(mut outcome: Outcome, full: &Full) -> Outcome {
+    if matches!(outcome.failure, Some(FailureClass::ExitCode | FailureClass::Signal)) {
+        outcome.failure = Some(FailureClass::StorageFailed);
+        outcome.message = Some(match outcome.message {
+            Some(message) => format!("{message}; {full}"),
+            None => full.to_string(),
+        });
+    }
+    outcome
 }
 
 fn verdict(exit: &Exit, prepared: &Prepared) -> (Option<FailureClass>, Option<i32>, Option<String>) {

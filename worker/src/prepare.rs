@@ -4,6 +4,7 @@
 
 use std::collections::BTreeMap;
 use std::io;
+use std::time::Duration;
 
 use minicbor::bytes::ByteVec;
 use volley_jobspecs::failure::FailureClass;
@@ -12,7 +13,7 @@ use volley_jobspecs::resolve::{ResolveError, ResolvedTask};
 use volley_jobspecs::template::Values;
 
 use crate::cgroup::Limits;
-use crate::dirs::Dirs;
+use crate::dirs::{Dirs, Full};
 use crate::inputs::{InputError, Inputs};
 use crate::job::{ItemError, Job, Pages};
 use crate::ports::Objects;
@@ -22,6 +23,12 @@ use crate::spawner::proto::Spawn;
 const PATH_DEFAULT: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
 /// LANG of a task that doesn't set its own: the one locale every Linux has, with UTF-8.
 const LANG_DEFAULT: &str = "C.UTF-8";
+
+/// How long a task waits while the disk is full: failing at once would use up the attempts of many tasks within seconds, and have the
+/// worker quarantined for longer than the disk is full. Afterwards another worker may have room.
+const ROOM_WAIT: Duration = Duration::from_secs(30);
+/// Pause before the disk is looked at again.
+const ROOM_PAUSE: Duration = Duration::from_millis(500);
 
 /// Why an attempt can't begin.
 #[derive(Debug, thiserror::Error)]
@@ -38,6 +45,9 @@ pub enum PrepareError {
     /// Its directories can't be made.
     #[error("work directory: {0}; check the disk and permissions of the worker's directory")]
     Dirs(#[source] io::Error),
+    /// Its directories' disk is full.
+    #[error(transparent)]
+    Full(#[from] Full),
     /// The job has nothing to run.
     #[error("job has no command")]
     NoCommand,
@@ -52,7 +62,7 @@ impl PrepareError {
             Self::Item(ItemError::NoItem(_)) | Self::Resolve(_) | Self::NoCommand => FailureClass::InputMissing,
             Self::Item(ItemError::Storage { .. } | ItemError::Damaged { .. }) => FailureClass::StorageFailed,
             Self::Input(input) => input.class(),
-            Self::Dirs(_) => FailureClass::StorageFailed,
+            Self::Dirs(_) | Self::Full(_) => FailureClass::StorageFailed,
         }
     }
 }
@@ -68,6 +78,23 @@ pub struct Prepared {
     pub limits: Limits,
     /// Milliseconds between TERM and KILL.
     pub grace_ms: u64,
+}
+
+/// Waits for room on the disk.
+async fn room(dirs: &Dirs) -> Result<(), Full> {
+    let begun = tokio::time::Instant::now();
+    let mut said = false;
+    loop {
+        match dirs.room() {
+            Err(full) if begun.elapsed() < ROOM_WAIT => {
+                if !std::mem::replace(&mut said, true) {
+                    tracing::warn!("{full}; tasks wait");
+                }
+                tokio::time::sleep(ROOM_PAUSE).await;
+            }
+            room => return room,
+        }
+    }
 }
 
 /// Prepares an attempt in a slot's directories.
@@ -87,6 +114,7 @@ pub async fn prepare<O: Objects>(
     let values = Values { item: &item, index: name.index, job: &job_text, attempt: name.number };
     let task = template.resolve(&values)?;
     dirs.make().map_err(PrepareError::Dirs)?;
+    room(dirs).await?;
     for input in &task.inputs {
         inputs.place((job.id, &job.tenant), input, dirs).await?;
     }

@@ -5,14 +5,13 @@
 
 use std::convert::Infallible;
 use std::sync::Arc;
-use std::time::Duration;
 
 use axum::extract::State;
 use axum::response::sse::{self, KeepAlive, Sse};
 use futures::Stream;
 use tokio::sync::broadcast::error::RecvError;
-use tokio::sync::mpsc;
-use volley_jobspecs::api::{ErrorBody, EventView, TaskState, TaskView};
+use tokio::sync::{broadcast, mpsc};
+use volley_jobspecs::api::{ErrorBody, EventView, JobView, TaskState, TaskView};
 use volley_jobspecs::failure::FailureClass;
 use volley_jobspecs::ids::JobId;
 
@@ -20,14 +19,13 @@ use super::App;
 use super::auth::Caller;
 use super::error::ApiError;
 use super::extract::{PathOf, QueryOf, job_id};
-use super::streams::Permit;
+use super::streams::{KEEP_ALIVE, Permit};
 use super::views;
+use crate::driver::Event;
 use crate::state::effects::ResultEntry;
 use crate::state::job::Facts;
 use crate::state::rows;
 
-/// A comment is sent after this much silence, so that nobody between takes the connection for dead.
-const KEEP_ALIVE: Duration = Duration::from_secs(15);
 /// Events that wait for a slow client.
 const EVENTS_WAITING: usize = 64;
 
@@ -58,43 +56,53 @@ async fn follow(app: Arc<App>, id: JobId, facts: Facts, out: Out, _permit: Permi
     let mut events = app.handle.events();
     let (mut sequence, mut ended) = (app.handle.sequence(), Vec::new());
     loop {
-        match tell(&app, id, &facts, sequence, &ended, &out).await {
-            Some(false) => {}
-            Some(true) | None => return,
-        }
-        loop {
-            let event = tokio::select! {
-                event = events.recv() => event,
-                () = out.closed() => return,
-                () = app.stop.cancelled() => return,
-            };
-            match event {
-                Ok(event) if event.job == id => {
-                    (sequence, ended) = (event.sequence, event.ended);
-                    break;
+        let Some(progress) = rows::progress(app.handle.rows(), id).ok().flatten() else { return };
+        let over = progress.ended_ms.is_some();
+        if over {
+            // The rows may be ahead of the events: once the driver has answered, it has told everything up to the end.
+            _ = app.handle.read(|_, _, _| ()).await;
+            while let Ok(event) = events.try_recv() {
+                if event.job == id {
+                    sequence = event.sequence.max(sequence);
+                    ended.extend(event.ended);
                 }
-                Ok(_) => {}
-                Err(RecvError::Lagged(_)) => {
-                    (sequence, ended) = (app.handle.sequence(), Vec::new());
-                    break;
-                }
-                Err(RecvError::Closed) => return,
             }
+        }
+        let job = views::job(id, &facts, &progress, &|key| app.store.url(key));
+        if tell(job, sequence, &ended, &out).await.is_none() || over {
+            return;
+        }
+        match next(&app, id, &mut events, &out).await {
+            Some((as_of, tasks)) => (sequence, ended) = (as_of, tasks),
+            None => return,
         }
     }
 }
 
-/// Sends what happened. Some(true): that was the end of the job; `None`: the client or the job has gone.
-async fn tell(app: &App, id: JobId, facts: &Facts, sequence: u64, ended: &[ResultEntry], out: &Out) -> Option<bool> {
-    let progress = rows::progress(app.handle.rows(), id).ok().flatten()?;
-    let job = views::job(id, facts, &progress, &|key| app.store.url(key));
+/// Waits for the job's next event; `None`: the client has gone, or the coordinator stops.
+async fn next(app: &App, id: JobId, events: &mut broadcast::Receiver<Event>, out: &Out) -> Option<(u64, Vec<ResultEntry>)> {
+    loop {
+        let event = tokio::select! {
+            event = events.recv() => event,
+            () = out.closed() => return None,
+            () = app.stop.cancelled() => return None,
+        };
+        match event {
+            Ok(event) if event.job == id => return Some((event.sequence, event.ended)),
+            Ok(_) => {}
+            Err(RecvError::Lagged(_)) => return Some((app.handle.sequence(), Vec::new())),
+            Err(RecvError::Closed) => return None,
+        }
+    }
+}
+
+/// Sends what happened. `None`: the client has gone.
+async fn tell(job: JobView, sequence: u64, ended: &[ResultEntry], out: &Out) -> Option<()> {
     for entry in ended {
         let view = EventView { sequence, kind: "task".to_owned(), job: job.clone(), task: Some(task(entry)) };
         send(view, out).await?;
     }
-    let over = job.state.ended();
-    send(EventView { sequence, kind: "job".to_owned(), job, task: None }, out).await?;
-    Some(over)
+    send(EventView { sequence, kind: "job".to_owned(), job, task: None }, out).await
 }
 
 async fn send(view: EventView, out: &Out) -> Option<()> {

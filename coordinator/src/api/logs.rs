@@ -23,7 +23,7 @@ use super::auth::Caller;
 use super::error::ApiError;
 use super::extract::{PathOf, QueryOf, job_id, task_index};
 use super::outputs::attempt;
-use super::streams::Permit;
+use super::streams::{KEEP_ALIVE, Permit};
 use super::tasks::stored;
 use crate::state::effects::AttemptRow;
 use crate::state::rows;
@@ -253,7 +253,7 @@ fn settled(app: &App, job: JobId, index: u32) -> bool {
     }
 }
 
-/// Live output of all tasks of a job that run, one JSON object a line, until the job has ended.
+/// Live output of all tasks of a job that run, one JSON object a line, until the job has ended. Empty lines keep it alive.
 #[utoipa::path(get, path = "/v1/jobs/{job}/logs", operation_id = "followJobLogs", tag = "jobs",
     params(("job" = String, Path, description = "The job"), ("follow" = bool, Query, description = "Must be true: kept output is fetched task by task")),
     responses((status = 200, content_type = "application/x-ndjson", body = LogLine), (status = 400, body = ErrorBody), (status = 404, body = ErrorBody),
@@ -275,6 +275,7 @@ pub async fn job(State(app): State<Arc<App>>, caller: Caller, PathOf(job): PathO
 async fn follow_job(app: Arc<App>, job: JobId, mut live: async_nats::Subscriber, out: Out, _permit: Permit) {
     let mut events = app.handle.events();
     let mut repeat = tokio::time::interval(Duration::from_millis(subjects::WATCH_REPEAT_MS));
+    let mut alive = tokio::time::interval_at(tokio::time::Instant::now() + KEEP_ALIVE, KEEP_ALIVE);
     let ended = || !matches!(rows::progress(app.handle.rows(), job), Ok(Some(progress)) if progress.ended_ms.is_none());
     loop {
         tokio::select! {
@@ -287,7 +288,9 @@ async fn follow_job(app: Arc<App>, job: JobId, mut live: async_nats::Subscriber,
                 let mut bytes = serde_json::to_vec(&line).unwrap_or_default();
                 bytes.push(b'\n');
                 if out.send(Ok(Bytes::from(bytes))).await.is_err() { return }
+                alive.reset();
             }
+            _ = alive.tick() => if out.send(Ok(Bytes::from_static(b"\n"))).await.is_err() { return },
             event = events.recv() => match event {
                 Ok(event) if event.job != job => {}
                 Ok(_) | Err(tokio::sync::broadcast::error::RecvError::Lagged(_)) => if ended() { return },

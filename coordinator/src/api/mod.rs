@@ -12,6 +12,7 @@ pub mod extract;
 pub mod jobs;
 pub mod logs;
 pub mod outputs;
+pub mod rest;
 pub mod results;
 pub mod streams;
 pub mod submit;
@@ -171,6 +172,7 @@ pub fn router(app: Arc<App>) -> Router {
             ApiError::new(StatusCode::METHOD_NOT_ALLOWED, "method_not_allowed", "this path doesn't take this method; GET /openapi.json lists all")
         })
         .layer(middleware::from_fn_with_state(app.clone(), common))
+        .layer(middleware::from_fn(rest::read_rest))
         .with_state(app)
 }
 

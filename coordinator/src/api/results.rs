@@ -13,6 +13,7 @@ use axum::http::header;
 use axum::response::{IntoResponse, Response};
 use tokio::sync::broadcast;
 use tokio::sync::broadcast::error::RecvError;
+use tokio::time::Instant;
 use volley_jobspecs::api::{ErrorBody, ResultRow};
 use volley_jobspecs::ids::JobId;
 
@@ -20,7 +21,7 @@ use super::App;
 use super::auth::Caller;
 use super::error::ApiError;
 use super::extract::{PathOf, QueryOf, job_id};
-use super::streams::Permit;
+use super::streams::{KEEP_ALIVE, Permit};
 use super::views;
 use crate::driver::Event;
 use crate::io::rocks::RocksRows;
@@ -151,6 +152,8 @@ struct Follow {
     cursor: Cursor,
     /// None: ends at what is there.
     events: Option<broadcast::Receiver<Event>>,
+    /// When something was last sent.
+    sent: Instant,
     _permit: Permit,
 }
 
@@ -166,7 +169,14 @@ impl Follow {
     async fn next(mut self) -> Option<(Result<Bytes, std::io::Error>, Self)> {
         loop {
             match self.step().await {
-                Ok(Step::Bytes(bytes)) => return Some((Ok(bytes), self)),
+                Ok(Step::Bytes(bytes)) => {
+                    self.sent = Instant::now();
+                    return Some((Ok(bytes), self));
+                }
+                Ok(Step::Wait) if self.sent.elapsed() >= KEEP_ALIVE => {
+                    self.sent = Instant::now();
+                    return Some((Ok(Bytes::from_static(b"\n")), self));
+                }
                 Ok(Step::End) => return None,
                 Ok(Step::Wait) => {
                     if !self.wait().await {
@@ -230,7 +240,7 @@ impl Follow {
 
 /// Streams how the tasks of a job ended, one JSON object a line, in the order they ended.
 ///
-/// With `follow=true` the stream goes on until the job has ended and every row was sent. A task that was rerun has several rows;
+/// With `follow=true` the stream goes on until the job has ended and every row was sent; an empty line now and then keeps it alive. A task that was rerun has several rows;
 /// the last one counts.
 #[utoipa::path(get, path = "/v1/jobs/{job}/results", operation_id = "streamResults", tag = "jobs",
     params(("job" = String, Path, description = "The job"), ("after" = Option<String>, Query, description = "Cursor of the last row you have"),
@@ -244,7 +254,7 @@ pub async fn results(State(app): State<Arc<App>>, caller: Caller, PathOf(job): P
     let cursor = query.parse::<Cursor>("after", "the cursor of a row, such as 1042.0.0")?.unwrap_or(Cursor::START);
     let permit = app.streams.take(&caller.tenant)?;
     let events = query.flag("follow")?.then(|| app.handle.events());
-    let follow = Follow { app, job, tasks: facts.plan.tasks, cursor, events, _permit: permit };
+    let follow = Follow { app, job, tasks: facts.plan.tasks, cursor, events, sent: Instant::now(), _permit: permit };
     let body = Body::from_stream(futures::stream::unfold(follow, Follow::next));
     Ok(([(header::CONTENT_TYPE, "application/x-ndjson")], body).into_response())
 }

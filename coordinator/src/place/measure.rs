@@ -58,6 +58,9 @@ pub struct Conduct {
 impl Conduct {
     /// Adds an end: why it failed, or nothing for a success.
     pub fn add(&mut self, class: Option<FailureClass>) {
+        if !class.is_none_or(super::says_something) {
+            return;
+        }
         self.ends += 1;
         self.infra += u32::from(class.is_some_and(super::blames_worker));
         self.failed += u32::from(class.is_some());
@@ -124,5 +127,15 @@ mod tests {
         let mut infra = Conduct::default();
         (0..WINDOW).for_each(|i| infra.add((i % 2 == 0).then_some(FailureClass::StorageFailed)));
         assert_eq!(infra.judge((1_000, 900)), Some(QUARANTINE_MS));
+    }
+    #[test]
+    fn a_host_that_was_lost_is_not_judged_for_it() {
+        for class in [FailureClass::HostLost, FailureClass::Cancelled] {
+            let mut lost = Conduct::default();
+            (0..4).for_each(|_| lost.add(None));
+            (0..10 * WINDOW).for_each(|_| lost.add(Some(class)));
+            assert_eq!(lost.judge((10_000, 10 * u64::from(WINDOW))), None, "{class:?}");
+            assert_eq!(lost.totals(), (4, 0), "{class:?}");
+        }
     }
 }

@@ -1,3 +1,5 @@
+//! Tests of cutting files into pages: what is cut comes back item by item.
+
 use proptest::prelude::*;
 use serde_json::json;
 

@@ -169,7 +169,11 @@ const FILE_KINDS: [&str; 3] = ["jsonl", "csv", "lines"];
 
 /// Lets the job fan out over an upload.
 fn set_items(root: &mut Map<String, Value>, path: &Path, id: &str) -> Result<(), CliError> {
-    let items = root.entry("items").or_insert_with(|| json!({}));
+    let items = root.entry("items").or_insert(Value::Null);
+    // `null` and leaving a field out mean the same.
+    if items.is_null() {
+        *items = json!({});
+    }
     let Value::Object(items) = items else {
         return Ok(());
     };
@@ -181,7 +185,10 @@ fn set_items(root: &mut Map<String, Value>, path: &Path, id: &str) -> Result<(),
     }
     let said = FILE_KINDS.into_iter().find(|kind| items.get(*kind).is_some_and(|value| !value.is_null()));
     let kind = said.unwrap_or_else(|| kind_of(path));
-    let source = items.entry(kind).or_insert_with(|| json!({}));
+    let source = items.entry(kind).or_insert(Value::Null);
+    if source.is_null() {
+        *source = json!({});
+    }
     if let Value::Object(source) = source {
         source.remove("s3");
         source.insert("upload".into(), json!(id));

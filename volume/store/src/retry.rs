@@ -15,6 +15,9 @@ use crate::config::Retry;
 use crate::connect::Store;
 use crate::error::{Failure, Place};
 
+/// An operation that was tried for this long is worth a word in the log: whoever looks there wonders why nothing moves.
+const SAY_AFTER: Duration = Duration::from_secs(5);
+
 /// How one operation ended without success.
 #[derive(Debug)]
 pub(crate) enum Refusal {
@@ -69,6 +72,7 @@ impl Store {
         let limit = retry.attempt_limit(bytes);
         let started = Instant::now();
         let mut attempts = 0_u32;
+        let mut said = false;
         let result = (|| {
             attempts += 1;
             let pending = attempt();
@@ -84,6 +88,13 @@ impl Store {
         .when(|end| matches!(end, Attempt::Again(_)))
         .notify(|end, pause| {
             tracing::debug!(operation, key, ?end, pause_ms = pause.as_millis() as u64, "s3: trying again");
+            if let Attempt::Again(why) = end
+                && started.elapsed() >= SAY_AFTER
+                && !std::mem::replace(&mut said, true)
+            {
+                let (endpoint, budget_s) = (self.endpoint(), retry.budget.as_secs());
+                tracing::warn!(operation, key, endpoint, "S3 does not do it yet ({why}); trying again for up to {budget_s} s");
+            }
         })
         .await;
 

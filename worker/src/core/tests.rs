@@ -1,3 +1,5 @@
+//! Tests of the worker's core without any I/O: what goes in, what comes out.
+
 use super::*;
 use proptest::prelude::*;
 use std::collections::{BTreeMap, BTreeSet};

@@ -194,7 +194,8 @@ impl Shim {
     }
 
     fn with_oom(&self, mut exited: Exited, before: u64) -> Exited {
-        exited.oom = exited.code != Some(0) && self.oom_kills() > before;
+        // Also with exit code 0: a task that lost one of its processes has not done all of its work, whatever its shell says.
+        exited.oom = self.oom_kills() > before;
         exited
     }
 

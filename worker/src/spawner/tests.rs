@@ -1,3 +1,5 @@
+//! Tests of the spawner with real processes.
+
 use super::proto::{Exited, Step};
 use super::*;
 use minicbor::bytes::ByteVec;

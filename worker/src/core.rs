@@ -15,7 +15,7 @@ use volley_jobspecs::wire::work::{Beat, BeatAnswer};
 use crate::attempt::{Attempt, Outcome, StopCause};
 use crate::bundle::HeldBundle;
 use crate::claim::Heard;
-use crate::report::{Origin, Outbox};
+use crate::report::{Haste, Origin, Outbox};
 use crate::slots::{Capacity, Slots};
 
 pub use words::{Action, CoreConfig, Input, JobAnswer, JobFacts, Totals};
@@ -201,7 +201,7 @@ impl Core {
         });
         let silent = matches!(self.going, Going::Dying { .. });
         let beat = (!self.beat_out && !silent).then_some(self.beat_at_ms);
-        let report = if silent { None } else { self.outbox.due_ms(self.in_a_hurry()) };
+        let report = if silent { None } else { self.outbox.due_ms(self.haste()) };
         let going = match self.going {
             Going::Stopping { until_ms } | Going::Leaving { until_ms } => Some(until_ms),
             Going::On | Going::Draining | Going::Dying { .. } | Going::Unborn | Going::Gone => None,
@@ -209,8 +209,12 @@ impl Core {
         attempts.into_iter().chain(jobs).chain(beat).chain(report).chain(going).min()
     }
 
-    fn in_a_hurry(&self) -> bool {
-        !matches!(self.going, Going::On)
+    fn haste(&self) -> Haste {
+        match self.going {
+            Going::On if self.current.iter().all(Option::is_some) => Haste::Gather,
+            Going::On => Haste::Soon,
+            _ => Haste::Now,
+        }
     }
 
     fn on_beat_answer(&mut self, now_ms: u64, incarnation: Incarnation, answer: BeatAnswer, out: &mut Vec<Action>) {
@@ -335,7 +339,7 @@ impl Core {
             return;
         }
         let incarnation = self.heard.incarnation;
-        if let Some(publish) = self.outbox.publish(now_ms, self.in_a_hurry()) {
+        if let Some(publish) = self.outbox.publish(now_ms, self.haste()) {
             out.push(Action::Publish { incarnation, publish });
         }
         if !self.beat_out && now_ms >= self.beat_at_ms {

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use volley_jobspecs::ids::{Incarnation, WorkerId};
 use volley_jobspecs::wire;
 use volley_jobspecs::wire::record::Record;
-use volley_jobspecs::wire::report::{AttemptEnd, REPORT_BYTES_MAX, Report};
+use volley_jobspecs::wire::report::{AttemptEnd, Ending, REPORT_BYTES_MAX, Report};
 
 /// Most bytes of an encoded end beside its texts: every number at its widest. Sizes are sums of this and the texts, so a report is
 /// never larger than computed.
@@ -22,6 +22,21 @@ const RETRY_MS_MIN: u64 = 100;
 const RETRY_MS_MAX: u64 = 2_000;
 /// Longest linger taken from a leader, in milliseconds: a mistaken answer may not hold results back for ever.
 const LINGER_MS_MAX: u64 = 5_000;
+
+/// How long a worker whose slots are all busy gathers ends, in milliseconds: nobody waits for them to hand out work, and each report
+/// costs the log a sync. Far below what a person notices, far above the time between ends of very short tasks.
+const GATHER_MS: u64 = 25;
+
+/// How soon ends want to be in the log.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Haste {
+    /// At once: the worker is about to leave.
+    Now,
+    /// After the linger that the leader asks for: a slot is idle, or will be.
+    Soon,
+    /// When some have come together: every slot is busy.
+    Gather,
+}
 
 /// Where an end belongs, so that its bundle learns when it is safe.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -71,6 +86,8 @@ pub struct Outbox {
     pending: VecDeque<(AttemptEnd, Origin, usize)>,
     pending_bytes: usize,
     oldest_ms: u64,
+    /// Is something among them that another worker can begin once it is known?
+    returned: bool,
     linger_ms: u64,
     in_flight: Option<InFlight>,
     reported: u64,
@@ -87,6 +104,7 @@ impl Outbox {
             pending: VecDeque::new(),
             pending_bytes: 0,
             oldest_ms: 0,
+            returned: false,
             linger_ms,
             in_flight: None,
             reported: 0,
@@ -104,6 +122,7 @@ impl Outbox {
             self.oldest_ms = now_ms;
         }
         let size = size_of_end(&end);
+        self.returned |= end.ending == Ending::Returned;
         self.pending_bytes += size;
         self.pending.push_back((end, origin, size));
     }
@@ -132,9 +151,9 @@ impl Outbox {
         self.reported
     }
 
-    /// What is to be published now, if anything. `hurry` passes over the linger.
-    pub fn publish(&mut self, now_ms: u64, hurry: bool) -> Option<Publish> {
-        if self.due_ms(hurry)? > now_ms {
+    /// What is to be published now, if anything.
+    pub fn publish(&mut self, now_ms: u64, haste: Haste) -> Option<Publish> {
+        if self.due_ms(haste)? > now_ms {
             return None;
         }
         if let Some(flight) = &mut self.in_flight {
@@ -155,6 +174,7 @@ impl Outbox {
         }
         self.pending_bytes -= ends_bytes;
         self.oldest_ms = now_ms;
+        self.returned = self.pending.iter().any(|(end, ..)| end.ending == Ending::Returned);
         self.number += 1;
         let report =
             Report { worker: self.worker.clone(), incarnation: self.incarnation, number: self.number, ends };
@@ -172,13 +192,20 @@ impl Outbox {
 
     /// When [`Outbox::publish`] next has something, if nothing else happens.
     #[must_use]
-    pub fn due_ms(&self, hurry: bool) -> Option<u64> {
-        match &self.in_flight {
-            Some(flight) => flight.again_at_ms,
-            None if self.pending.is_empty() => None,
-            None if hurry || REPORT_FIXED_BYTES + self.pending_bytes >= REPORT_BYTES_MAX => Some(0),
-            None => Some(self.oldest_ms.saturating_add(self.linger_ms)),
+    pub fn due_ms(&self, haste: Haste) -> Option<u64> {
+        if let Some(flight) = &self.in_flight {
+            return flight.again_at_ms;
         }
+        if self.pending.is_empty() {
+            return None;
+        }
+        let linger_ms = match haste {
+            Haste::Now => 0,
+            _ if REPORT_FIXED_BYTES + self.pending_bytes >= REPORT_BYTES_MAX => 0,
+            Haste::Gather if !self.returned => self.linger_ms.max(GATHER_MS),
+            Haste::Soon | Haste::Gather => self.linger_ms,
+        };
+        Some(self.oldest_ms.saturating_add(linger_ms))
     }
 
     /// The report is in the log. Returns whose ends are safe now.
@@ -261,7 +288,7 @@ mod tests {
             outbox.push(0, end(u32::MAX - index, true), origin(index as u16));
         }
         let mut seen = 0;
-        while let Some(publish) = outbox.publish(10, true) {
+        while let Some(publish) = outbox.publish(10, Haste::Now) {
             assert!(publish.bytes.len() <= REPORT_BYTES_MAX, "{}", publish.bytes.len());
             seen += outbox.acked(publish.number, publish.number).expect("in flight").len();
         }
@@ -271,20 +298,31 @@ mod tests {
     }
 
     #[test]
+    fn a_busy_worker_gathers_and_one_with_an_idle_slot_does_not() {
+        let mut outbox = outbox();
+        outbox.push(100, end(0, false), origin(0));
+        assert_eq!(outbox.due_ms(Haste::Now), Some(100));
+        assert_eq!(outbox.due_ms(Haste::Soon), Some(105));
+        assert_eq!(outbox.due_ms(Haste::Gather), Some(100 + GATHER_MS));
+        outbox.set_linger(1_000);
+        assert_eq!(outbox.due_ms(Haste::Gather), Some(1_100));
+    }
+
+    #[test]
     fn the_same_bytes_are_repeated_until_acked_and_later_ends_ride_in_the_next() {
         let mut outbox = outbox();
         outbox.push(0, end(0, false), origin(0));
-        assert_eq!(outbox.publish(4, false), None);
-        let first = outbox.publish(5, false).expect("the linger is over");
+        assert_eq!(outbox.publish(4, Haste::Soon), None);
+        let first = outbox.publish(5, Haste::Soon).expect("the linger is over");
         outbox.push(6, end(1, false), origin(1));
-        assert_eq!(outbox.publish(50, false), None);
+        assert_eq!(outbox.publish(50, Haste::Soon), None);
         assert!(outbox.failed(50, first.number).is_ok());
-        assert_eq!(outbox.publish(149, false), None);
-        assert_eq!(outbox.publish(150, false), Some(first.clone()));
+        assert_eq!(outbox.publish(149, Haste::Soon), None);
+        assert_eq!(outbox.publish(150, Haste::Soon), Some(first.clone()));
         assert_eq!(outbox.acked(first.number, 77).map(|o| o.len()), Ok(1));
         assert_eq!(outbox.acked(first.number, 78), Err(ReportError::NotInFlight { number: 1 }));
         assert_eq!(outbox.reported(), 77);
-        let second = outbox.publish(200, false).expect("the next");
+        let second = outbox.publish(200, Haste::Soon).expect("the next");
         assert_ne!(second.bytes, first.bytes);
     }
 
@@ -293,7 +331,7 @@ mod tests {
         let mut outbox = outbox();
         outbox.push(0, end(0, false), origin(0));
         outbox.forget(BundleId { sequence: 1, place: 0 });
-        assert_eq!(outbox.publish(100, true), None);
+        assert_eq!(outbox.publish(100, Haste::Now), None);
         assert!(outbox.is_empty());
     }
 }

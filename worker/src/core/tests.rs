@@ -150,6 +150,23 @@ impl World {
 }
 
 #[test]
+fn ends_are_gathered_while_every_slot_is_busy_and_reported_when_one_is_idle() {
+    let mut world = World::new(config(1));
+    world.run(0, 0, 3);
+    world.end(0, Outcome::success());
+    world.at(5);
+    assert_eq!(world.published.len(), 0, "its slot runs the next");
+    world.at(25);
+    assert_eq!(world.published.len(), 1);
+    world.give(Input::ReportAcked { incarnation: world.core.incarnation(), number: 1, sequence: 11 });
+    world.end(0, Outcome::success());
+    world.end(0, Outcome::success());
+    assert_eq!(world.published.len(), 1);
+    world.at(30);
+    assert_eq!(world.published.last().map(|(_, ends)| ends.len()), Some(2), "no task waits for the slot");
+}
+
+#[test]
 fn a_bundle_runs_one_after_another_and_is_held_until_acked() {
     let mut w = World::new(config(2));
     w.run(0, 0, 2);

@@ -1,12 +1,16 @@
 //! The directories of a slot: where a task works, where its outputs go, where its temporary files go.
 //!
 //! Owns making and emptying them. They are reused when a task left them empty and as they were: making and removing directories
-//! costs as much as starting a process. Does not own what is put in (`prepare`) or kept (`persist`).
+//! costs as much as starting a process, and even looking into them is a tenth of it, so they are looked at once an attempt. Does not
+//! own what is put in (`prepare`) or kept (`persist`).
 
 use std::fs;
 use std::io;
-use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
+use std::mem::MaybeUninit;
+use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
 use std::path::{Path, PathBuf};
+
+use rustix::fs::{Mode, OFlags, RawDir};
 
 /// Mode of a task's directories: its own user only.
 const MODE: u32 = 0o700;
@@ -29,18 +33,22 @@ pub struct Full {
     pub files: u64,
 }
 
+/// Room for the entries of a directory that are read at once, in bytes: an empty one has two.
+const ENTRIES_BYTES: usize = 1024;
+
 /// A slot's directories.
 #[derive(Debug, Clone)]
 pub struct Dirs {
     root: PathBuf,
     owner: Option<(u32, u32)>,
+    clean: bool,
 }
 
 impl Dirs {
     /// The directories below `root`, to belong to `owner` if one is given.
     #[must_use]
     pub fn new(root: PathBuf, owner: Option<(u32, u32)>) -> Self {
-        Self { root, owner }
+        Self { root, owner, clean: false }
     }
 
     /// Where the task starts, its HOME.
@@ -67,18 +75,39 @@ impl Dirs {
         self.owner
     }
 
-    /// Makes all of them, empty.
+    /// Makes all of them, empty. Costs nothing when they are known to be so.
     ///
     /// # Errors
     /// What the system says; the path is part of it.
-    pub fn make(&self) -> io::Result<()> {
+    pub fn make(&mut self) -> io::Result<()> {
+        if self.clean {
+            return Ok(());
+        }
         for dir in [self.work(), self.out(), self.tmp()] {
             if !self.is_fresh(&dir) {
                 remove_all(&dir).map_err(|e| with_path(&dir, &e))?;
                 self.make_dir(&dir).map_err(|e| with_path(&dir, &e))?;
             }
         }
+        self.clean = true;
         Ok(())
+    }
+
+    /// From now on something may write into them.
+    pub fn lend(&mut self) {
+        self.clean = false;
+    }
+
+    /// Nothing writes into them any more: looks whether all of them are there, empty, and as they were made.
+    pub fn settle(&mut self) -> bool {
+        self.clean = self.clean || [self.work(), self.out(), self.tmp()].iter().all(|dir| self.is_fresh(dir));
+        self.clean
+    }
+
+    /// Are they known to be empty?
+    #[must_use]
+    pub fn are_clean(&self) -> bool {
+        self.clean
     }
 
     /// Is there room for a task?
@@ -124,25 +153,22 @@ impl Dirs {
         Ok(())
     }
 
-    /// Empties all of them.
-    ///
-    /// # Errors
-    /// What the system says; the slot then wants another root.
-    pub fn clear(&self) -> io::Result<()> {
-        self.make()
-    }
-
-    /// Are all of them there, empty, and as they were made?
-    #[must_use]
-    pub fn are_fresh(&self) -> bool {
-        [self.work(), self.out(), self.tmp()].iter().all(|dir| self.is_fresh(dir))
-    }
-
     fn is_fresh(&self, dir: &Path) -> bool {
-        let Ok(meta) = fs::symlink_metadata(dir) else { return false };
-        let owned = self.owner.is_none_or(|(uid, gid)| (meta.uid(), meta.gid()) == (uid, gid));
-        let as_made = meta.is_dir() && meta.mode() & 0o7777 == MODE && owned;
-        as_made && fs::read_dir(dir).is_ok_and(|mut entries| entries.next().is_none())
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let Ok(open) = rustix::fs::open(dir, flags, Mode::empty()) else { return false };
+        let Ok(stat) = rustix::fs::fstat(&open) else { return false };
+        let owned = self.owner.is_none_or(|owner| (stat.st_uid, stat.st_gid) == owner);
+        if !owned || stat.st_mode & 0o7777 != MODE {
+            return false;
+        }
+        let mut buffer = [MaybeUninit::uninit(); ENTRIES_BYTES];
+        let mut entries = RawDir::new(open, &mut buffer);
+        while let Some(entry) = entries.next() {
+            if !entry.is_ok_and(|entry| entry.file_name() == c"." || entry.file_name() == c"..") {
+                return false;
+            }
+        }
+        true
     }
 }
 
@@ -190,20 +216,48 @@ mod tests {
     #[test]
     fn empty_directories_are_reused_and_others_made_anew() {
         let place = tempfile::tempdir().expect("a directory");
-        let dirs = Dirs::new(place.path().join("slots/0"), None);
+        let mut dirs = Dirs::new(place.path().join("slots/0"), None);
         dirs.make().expect("made");
-        let inode = |path: PathBuf| fs::metadata(path).expect("there").ino();
+        dirs.lend();
+        assert!(dirs.settle());
+        dirs.lend();
+        let inode = |path: PathBuf| std::os::unix::fs::MetadataExt::ino(&fs::metadata(path).expect("there"));
         let (work, out) = (inode(dirs.work()), inode(dirs.out()));
         fs::create_dir_all(dirs.out().join("a/b")).expect("made");
         fs::set_permissions(dirs.out().join("a"), fs::Permissions::from_mode(0)).expect("changed");
         std::os::unix::fs::symlink("/etc", dirs.tmp().join("link")).expect("linked");
-        dirs.clear().expect("cleared");
+        assert!(!dirs.settle());
+        dirs.make().expect("cleared");
         assert_eq!(inode(dirs.work()), work);
         assert!(inode(dirs.out()) != out || fs::read_dir(dirs.out()).expect("there").next().is_none());
         assert!(Path::new("/etc/passwd").exists());
         fs::remove_dir(dirs.work()).expect("removed");
         std::os::unix::fs::symlink("/tmp", dirs.work()).expect("linked");
-        dirs.clear().expect("cleared");
+        dirs.lend();
+        assert!(!dirs.settle());
+        dirs.make().expect("cleared");
         assert!(fs::symlink_metadata(dirs.work()).expect("there").is_dir());
+    }
+    #[test]
+    fn whatever_a_task_leaves_or_changes_is_seen() {
+        let place = tempfile::tempdir().expect("a directory");
+        let mut dirs = Dirs::new(place.path().join("0"), None);
+        let changes: [fn(&Dirs) -> io::Result<()>; 6] = [
+            |dirs| fs::write(dirs.out().join("file"), "x"),
+            |dirs| fs::write(dirs.tmp().join(".hidden"), ""),
+            |dirs| fs::create_dir(dirs.work().join("...")),
+            |dirs| fs::set_permissions(dirs.work(), fs::Permissions::from_mode(0o777)),
+            |dirs| fs::remove_dir(dirs.tmp()),
+            |dirs| fs::remove_dir(dirs.out()).and_then(|()| fs::write(dirs.out(), "a file")),
+        ];
+        for (number, change) in changes.iter().enumerate() {
+            dirs.make().expect("made");
+            dirs.lend();
+            change(&dirs).expect("changed");
+            assert!(!dirs.settle(), "change {number}");
+            dirs.make().expect("emptied");
+            dirs.lend();
+            assert!(dirs.settle(), "change {number}");
+        }
     }
 }

@@ -113,13 +113,17 @@ impl<B: Bus, O: Objects> Executor<B, O> {
     async fn run(&mut self, name: &AttemptName, job: &Job) -> Outcome {
         self.stop.begin(*name);
         let outcome = self.stages(name, job).await;
-        if !self.dirs.are_fresh() {
+        if !self.dirs.are_clean() {
             let dirs = self.dirs.clone();
             let span = tracing::debug_span!("reclaim");
-            let done = tokio::task::spawn_blocking(move || span.in_scope(|| reclaim(&dirs))).await;
-            if let Ok(Err(why)) = done {
-                tracing::warn!(%why);
-                self.leave_dirs();
+            match tokio::task::spawn_blocking(move || span.in_scope(|| reclaim(dirs))).await {
+                Ok(Ok(empty)) => self.dirs = empty,
+                Ok(Err(why)) => {
+                    tracing::warn!(%why);
+                    self.leave_dirs();
+                }
+                // It panicked, or the runtime ends: the next attempt looks for itself.
+                Err(_) => {}
             }
         }
         outcome
@@ -127,7 +131,7 @@ impl<B: Bus, O: Objects> Executor<B, O> {
 
     async fn stages(&mut self, name: &AttemptName, job: &Job) -> Outcome {
         let stopped = || Outcome::failed(FailureClass::Cancelled, "its command had not begun".to_owned());
-        let (inputs, pages, dirs) = (&self.shared.inputs, &self.shared.pages, &self.dirs);
+        let (inputs, pages, dirs) = (&self.shared.inputs, &self.shared.pages, &mut self.dirs);
         let prepared = tokio::select! {
             biased;
             _ = self.stop.next() => None,
@@ -181,15 +185,15 @@ impl<B: Bus, O: Objects> Executor<B, O> {
     }
 
     async fn keep(&mut self, name: &AttemptName, prepared: &Prepared, executed: Executed) -> Outcome {
-        let (dirs, declared) = (self.dirs.clone(), prepared.task.outputs.clone());
         let Executed { exit, stdout, stderr } = executed;
         let inline = Kept { stdout: stdout.stream(false), stderr: stderr.stream(false), ..Kept::default() };
-        let find = move || persist::find(&dirs, &declared, &stdout, &stderr);
-        // Reading directories blocks, for long when they are large; most tasks leave none at all.
-        let found = if self.dirs.are_fresh() {
-            find()
+        // Reading directories blocks, for long when they are large; most tasks leave nothing in them at all.
+        let found = if self.dirs.settle() {
+            Ok(persist::find_streams(&stdout, &stderr))
         } else {
+            let (dirs, declared) = (self.dirs.clone(), prepared.task.outputs.clone());
             let failed = |e| PersistError::Read { path: self.dirs.out(), source: std::io::Error::other(e) };
+            let find = move || persist::find(&dirs, &declared, &stdout, &stderr);
             tokio::task::spawn_blocking(find).await.unwrap_or_else(|e| Err(failed(e)))
         };
         let left = match found {

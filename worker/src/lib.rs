@@ -36,6 +36,7 @@ pub mod stop;
 use std::sync::Arc;
 
 use tokio::sync::{mpsc, watch};
+use tokio_util::task::AbortOnDropHandle;
 use volley_jobspecs::wire::plan::Isolation;
 use volley_jobspecs::wire::work::WorkerInfo;
 
@@ -108,7 +109,14 @@ pub async fn run<B: Bus, O: Objects>(
     };
     let work = bus.work(&config.name).await?;
     let parts = Parts { shared, events: receiver, watched, spawner, cgroups: cgroups.clone() };
-    Driver::new(core, parts).live(work, control.wishes, control.status).await;
+    // A task of its own: one that is polled by `block_on` is woken through the kernel, for each event of a slot.
+    let driver = tokio::spawn(Driver::new(core, parts).live(work, control.wishes, control.status));
+    if let Err(ended) = AbortOnDropHandle::new(driver).await {
+        match ended.try_into_panic() {
+            Ok(panic) => std::panic::resume_unwind(panic),
+            Err(_the_runtime_ends) => return Ok(()),
+        }
+    }
     if let Some(cgroups) = cgroups {
         // What can't be removed now is removed at the next start.
         let _ = tokio::task::spawn_blocking(move || cgroups.sweep()).await;

@@ -111,12 +111,13 @@ struct Entry {
     sha256: String,
 }
 
-/// Finds what a command left. Everything it started must be dead, so that nothing changes under our hands.
+/// Finds what a command left in its directories and on its streams. Everything it started must be dead, so that nothing changes under
+/// our hands.
 ///
 /// # Errors
 /// [`PersistError`].
 pub fn find(dirs: &Dirs, declared: &[String], stdout: &Capture, stderr: &Capture) -> Result<Left, PersistError> {
-    let mut left = Left::default();
+    let mut left = find_streams(stdout, stderr);
     let mut skipped = Vec::new();
     walk(&dirs.out(), "", &mut left.files, &mut skipped)?;
     for path in declared {
@@ -132,6 +133,13 @@ pub fn find(dirs: &Dirs, declared: &[String], stdout: &Capture, stderr: &Capture
         let more = if more > 0 { format!(" and {more} more") } else { String::new() };
         left.kept.notes.push(format!("not kept, as they are no plain files: {named}{more}"));
     }
+    Ok(left)
+}
+
+/// What a command left whose directories are known to be empty.
+#[must_use]
+pub fn find_streams(stdout: &Capture, stderr: &Capture) -> Left {
+    let mut left = Left::default();
     for (name, capture) in [("stdout", stdout), ("stderr", stderr)] {
         if capture.wants_object() {
             left.logs.push((name, capture.kept()));
@@ -139,7 +147,7 @@ pub fn find(dirs: &Dirs, declared: &[String], stdout: &Capture, stderr: &Capture
     }
     left.kept.stdout = stdout.stream(stdout.wants_object());
     left.kept.stderr = stderr.stream(stderr.wants_object());
-    Ok(left)
+    left
 }
 
 /// Keeps what a command left.

@@ -104,7 +104,7 @@ async fn room(dirs: &Dirs) -> Result<(), Full> {
 pub async fn prepare<O: Objects>(
     job: &Job,
     name: &AttemptName,
-    dirs: &Dirs,
+    dirs: &mut Dirs,
     inputs: &Inputs<O>,
     pages: &Pages<O>,
 ) -> Result<Prepared, PrepareError> {
@@ -115,6 +115,7 @@ pub async fn prepare<O: Objects>(
     let task = template.resolve(&values)?;
     dirs.make().map_err(PrepareError::Dirs)?;
     room(dirs).await?;
+    dirs.lend();
     for input in &task.inputs {
         inputs.place((job.id, &job.tenant), input, dirs).await?;
     }

@@ -14,10 +14,11 @@ pub enum ReclaimError {
     Dirs(#[source] io::Error),
 }
 
-/// Empties a slot.
+/// Empties a slot. Gives its directories back, empty.
 ///
 /// # Errors
 /// [`ReclaimError`]: the slot's directories must not be used again.
-pub fn reclaim(dirs: &Dirs) -> Result<(), ReclaimError> {
-    dirs.clear().map_err(ReclaimError::Dirs)
+pub fn reclaim(mut dirs: Dirs) -> Result<Dirs, ReclaimError> {
+    dirs.make().map_err(ReclaimError::Dirs)?;
+    Ok(dirs)
 }

@@ -91,7 +91,8 @@ impl Machine for ProcessMachine {
         let pipe = || -> std::io::Result<_> {
             let (read, write) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC)?;
             rustix::io::ioctl_fionbio(&read, true)?;
-            Ok((pipe::Receiver::from_owned_fd(read)?, write))
+            // Unchecked: it is a pipe's reading end that doesn't block, for it was just made so.
+            Ok((pipe::Receiver::from_owned_fd_unchecked(read)?, write))
         };
         let ((stdout, stdout_end), (stderr, stderr_end)) =
             pipe().and_then(|out| Ok((out, pipe()?))).map_err(ExecuteError::Local)?;

@@ -30,6 +30,8 @@ pub struct Shim {
     null: OwnedFd,
     procs: Option<String>,
     oom_file: Option<File>,
+    /// Tasks killed for memory as last read; between two commands nothing of ours runs that could add to them.
+    oom_seen: u64,
     stack: Stack,
 }
 
@@ -40,13 +42,16 @@ impl Shim {
             std::fs::write(file, "0").map_err(|e| io::Error::new(e.kind(), format!("writing {file}: {e}")))?;
         }
         rustix::process::set_child_subreaper(Some(rustix::process::getpid()))?;
-        Ok(Self {
+        let mut shim = Self {
             socket,
             null: OwnedFd::from(File::open("/dev/null")?),
             procs: join.first().cloned(),
             oom_file: oom_file.map(File::open).transpose()?,
+            oom_seen: 0,
             stack: Stack::new(),
-        })
+        };
+        shim.oom_seen = shim.oom_kills();
+        Ok(shim)
     }
 
     /// Serves until the worker is gone. Everything that still runs is killed then.
@@ -62,10 +67,9 @@ impl Shim {
                 // Its attempt is over already.
                 Request::Term | Request::Kill => continue,
             };
-            let oom_before = self.oom_kills();
             let reply = match spawn.and_then(|(spawn, fds)| self.start(spawn, &fds)) {
                 Ok(running) => match self.watch(&running, &mut buffer) {
-                    Some(exited) => Reply::Exited(self.with_oom(exited, oom_before)),
+                    Some(exited) => Reply::Exited(self.with_oom(exited)),
                     None => return,
                 },
                 Err(NotStarted { step, errno }) => Reply::NotStarted { step, errno },
@@ -193,9 +197,10 @@ impl Shim {
         tree::oom_kills(text.get(..len).unwrap_or_default())
     }
 
-    fn with_oom(&self, mut exited: Exited, before: u64) -> Exited {
+    fn with_oom(&mut self, mut exited: Exited) -> Exited {
         // Also with exit code 0: a task that lost one of its processes has not done all of its work, whatever its shell says.
-        exited.oom = self.oom_kills() > before;
+        let oom_kills = self.oom_kills();
+        exited.oom = oom_kills > std::mem::replace(&mut self.oom_seen, oom_kills);
         exited
     }
 

@@ -11,7 +11,7 @@ use tokio_util::sync::CancellationToken;
 use volley_jobspecs::failure::FailureClass;
 use volley_jobspecs::keys;
 use volley_jobspecs::wire::live::Live;
-use volley_jobspecs::wire::report::{Ending, Outputs, Stream};
+use volley_jobspecs::wire::report::{AttemptEnd, Ending, Outputs, Stream};
 use volley_jobspecs::{subjects, wire};
 
 fn spec(name: &str, items: Value) -> Value {
@@ -211,6 +211,39 @@ async fn a_cancelled_job_accounts_for_every_task() {
     assert_eq!(manifest["neverStarted"]["count"], 1_500);
     let view = cluster.post(&format!("/v1/jobs/{job}/rerun"), "").await.expect(200).json();
     assert_eq!((&view["round"], &view["tasks"]["waiting"]), (&json!(2), &json!(1_500)));
+    cluster.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_rerun_supersedes_the_rows_of_what_it_runs_again() {
+    let Some(cluster) = cluster().await else { return };
+    cluster.level(wire::LEVEL_ROUNDS).await;
+    let stop = CancellationToken::new();
+    // Task 1 fails until its third try, so twice in the first round of two.
+    worker(&cluster.world.nats.url, "w1", 4, stop, |name| {
+        let fails = name.index == 1 && name.number < 3;
+        Some(if fails { AttemptEnd { ending: Ending::Failed(FailureClass::ExitCode), ..success(name) } } else { success(name) })
+    })
+    .await;
+    let mut spec = spec("again", json!({ "count": 3 }));
+    spec["task"]["retry"] = json!({ "attempts": 2, "backoff": { "initial": "1ms" } });
+    let job = cluster.submit(&spec).await;
+    assert_eq!(cluster.ended(&job).await["tasks"]["failed"], 1);
+    let states = async |query: &str| {
+        let rows = cluster.get(&format!("/v1/jobs/{job}/results{query}")).await.expect(200).lines();
+        let mut states: Vec<_> = rows.iter().map(|row| (row["index"].as_u64(), row["state"].clone(), row["superseded"] == true)).collect();
+        states.sort_by_key(|(index, state, _)| (*index, state.to_string()));
+        states
+    };
+    let good = |index| (Some(index), json!("succeeded"), false);
+    assert_eq!(states("").await, [good(0), (Some(1), json!("failed"), false), good(2)]);
+    cluster.post(&format!("/v1/jobs/{job}/rerun"), "").await.expect(200);
+    assert_eq!(cluster.ended(&job).await["state"], "succeeded");
+    assert_eq!(states("").await, [good(0), good(1), good(2)]);
+    assert_eq!(states("?follow=true").await, [good(0), good(1), good(2)]);
+    assert_eq!(states("?superseded=true").await, [good(0), (Some(1), json!("failed"), true), good(1), good(2)]);
+    let manifest: Value = serde_json::from_slice(&wait_for(&cluster, &keys::job_manifest(id(&job), 2)).await).expect("JSON");
+    assert_eq!(manifest["pages"][0]["rows"], 3, "{manifest}");
     cluster.stop().await;
 }
 

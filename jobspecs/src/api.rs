@@ -278,6 +278,9 @@ api_type! {
         pub output_files: u32,
         /// Prefix of its objects.
         pub objects: Option<String>,
+        /// Did a rerun supersede it? Such rows come only when they are asked for.
+        #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+        pub superseded: bool,
         /// Pass this as `after` to go on behind this row.
         pub cursor: String,
     }

@@ -180,6 +180,7 @@ pub fn result(entry: &ResultEntry, row: Option<&AttemptRow>, cursor: String, url
         stderr_tail: end.and_then(|end| tail(end.stderr.as_ref())),
         output_files: end.and_then(|end| end.outputs).map_or(0, |outputs| outputs.files),
         objects: end.map(|end| url(&keys::attempt_prefix(&end.name))),
+        superseded: false,
         cursor,
     }
 }

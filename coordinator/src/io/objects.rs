@@ -18,7 +18,7 @@ use volley_jobspecs::wire::report::Ending;
 use volley_store::{DeleteError, LIST_LIMIT_MAX, ListError, PutError, Store};
 
 use super::rocks::RocksRows;
-use crate::api::results::{self, Cursor};
+use crate::api::results::{self, Cursor, Wanted};
 use crate::api::views;
 use crate::metrics::Metrics;
 use crate::state::effects::AttemptRow;
@@ -54,7 +54,7 @@ struct Manifest {
     version: &'static str,
     /// The job as it ended.
     job: JobView,
-    /// Pages of results in the order they came; a rerun task has several, the last one counts.
+    /// Pages of results in the order they came, one a task.
     pages: Vec<PageRef>,
     /// Tasks that were never given out; they have no rows.
     never_started: Option<NeverStarted>,
@@ -110,17 +110,21 @@ impl Objects {
         let mut cursor = Cursor::START;
         loop {
             let (rows, store) = (self.rows.clone(), self.store.clone());
-            let from = cursor;
-            let chunk = blocking(move || results::chunk(&rows, &|key| store.url(key), job, from, PAGE_ROWS)).await?;
+            let (from, as_of) = (cursor, progress.clone());
+            let read = move || results::chunk(&rows, &|key| store.url(key), Wanted { job, progress: &as_of, superseded: false }, from, PAGE_ROWS);
+            let chunk = blocking(read).await?;
+            cursor = chunk.next;
+            if chunk.rows.is_empty() && chunk.more {
+                continue;
+            }
             if chunk.rows.is_empty() {
                 break;
             }
-            cursor = chunk.next;
             let bytes = lines(&chunk.rows);
             let key = keys::job_results(job, progress.round, u32::try_from(pages.len()).unwrap_or(u32::MAX));
             pages.push(PageRef { key: key.clone(), rows: chunk.rows.len(), bytes: bytes.len(), blake3: blake3::hash(&bytes).to_hex().to_string() });
             self.store.put(&key, bytes).await?;
-            if chunk.rows.len() < PAGE_ROWS {
+            if !chunk.more {
                 break;
             }
         }

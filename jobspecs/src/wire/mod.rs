@@ -8,6 +8,7 @@
 //! |---|---|
 //! | 1 | everything but what follows |
 //! | 2 | `Checkpointed`, `UploadGone`, `Uploaded`, and the uploads a submit names |
+//! | 3 | a job notes which record opened its round |
 
 pub mod live;
 pub mod plan;
@@ -18,9 +19,11 @@ pub mod work;
 use minicbor::{Decode, Encode};
 
 /// The newest record level this build can apply.
-pub const LEVEL: u32 = 2;
+pub const LEVEL: u32 = 3;
 /// From this level on there are records of checkpoints and uploads.
 pub const LEVEL_KEEPING: u32 = 2;
+/// From this level on a job notes which record opened its round.
+pub const LEVEL_ROUNDS: u32 = 3;
 
 /// Largest message we publish, in bytes: NATS refuses more than 1 MiB by default, and headers need room too.
 pub const MESSAGE_BYTES_MAX: usize = 1_000_000;

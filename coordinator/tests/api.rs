@@ -58,7 +58,9 @@ async fn a_job_goes_from_submit_to_manifest() {
     assert_eq!((&attempts[0]["worker"], &attempts[0]["runMs"]), (&json!("w1"), &json!(2)));
     cluster.get(&format!("/v1/jobs/{job}/tasks/3")).await.expect(404);
     let explanation = cluster.get(&format!("/v1/jobs/{job}/tasks/0/explain")).await.expect(200).json();
-    assert!(explanation["summary"].as_str().is_some_and(|s| s.contains("ended")), "{explanation}");
+    assert!(explanation["summary"].as_str().is_some_and(|s| s.contains("succeeded in try 1 on worker w1")), "{explanation}");
+    let explanation = cluster.get(&format!("/v1/jobs/{job}/explain")).await.expect(200).json();
+    assert!(explanation["summary"].as_str().is_some_and(|s| s.contains("3 of 3 tasks succeeded")), "{explanation}");
 
     let manifest = wait_for(&cluster, &keys::job_manifest(id(&job), 1)).await;
     let manifest: Value = serde_json::from_slice(&manifest).expect("JSON");
@@ -244,6 +246,27 @@ async fn a_rerun_supersedes_the_rows_of_what_it_runs_again() {
     assert_eq!(states("?superseded=true").await, [good(0), (Some(1), json!("failed"), true), good(1), good(2)]);
     let manifest: Value = serde_json::from_slice(&wait_for(&cluster, &keys::job_manifest(id(&job), 2)).await).expect("JSON");
     assert_eq!(manifest["pages"][0]["rows"], 3, "{manifest}");
+    cluster.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_queue_deadline_says_what_was_waited_for() {
+    let Some(cluster) = cluster().await else { return };
+    cluster.level(wire::LEVEL_ROUNDS).await;
+    let mut spec = spec("late", json!({ "count": 3 }));
+    spec["task"]["timeouts"] = json!({ "queue": "300ms" });
+    let job = cluster.submit(&spec).await;
+    let waiting = cluster.get(&format!("/v1/jobs/{job}/explain")).await.expect(200).json();
+    assert!(waiting["summary"].as_str().is_some_and(|s| s.contains("no worker has joined")) && waiting["details"][0] == "3 of 3 tasks wait for a worker", "{waiting}");
+    let view = cluster.ended(&job).await;
+    assert_eq!((&view["tasks"]["infraFailed"], &view["exitCode"]), (&json!(3), &json!(3)), "{view}");
+    let rows = cluster.get(&format!("/v1/jobs/{job}/results")).await.expect(200).lines();
+    let told = |text: &Value| text.as_str().is_some_and(|text| text.contains("within 300 ms") && text.contains("no worker had joined"));
+    assert!(rows.len() == 3 && rows.iter().all(|row| row["class"] == "queue_timeout" && told(&row["message"])), "{rows:?}");
+    for path in ["tasks/1/explain", "explain"] {
+        let explained = cluster.get(&format!("/v1/jobs/{job}/{path}")).await.expect(200).json();
+        assert!(told(&explained["summary"]) && !explained["next"].as_array().expect("a list").is_empty(), "{path}: {explained}");
+    }
     cluster.stop().await;
 }
 

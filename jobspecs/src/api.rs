@@ -331,11 +331,17 @@ api_type! {
 }
 
 api_type! {
-    /// Why a task does not run.
+    /// Why a task or a job does not run, or ended as it did.
     pub struct Explanation {
         /// In a sentence.
         pub summary: String,
-        /// Per worker.
+        /// What led to it: tries, rules, budgets.
+        #[serde(default)]
+        pub details: Vec<String>,
+        /// What can be done now.
+        #[serde(default)]
+        pub next: Vec<String>,
+        /// Per worker, while something waits for one.
         pub workers: Vec<WorkerExplanation>,
     }
 }

@@ -8,6 +8,7 @@ pub mod auth;
 pub mod cluster;
 pub mod error;
 pub mod events;
+pub mod explain;
 pub mod extract;
 pub mod jobs;
 pub mod logs;
@@ -129,10 +130,11 @@ fn routes() -> OpenApiRouter<Arc<App>> {
         .routes(routes!(jobs::pause))
         .routes(routes!(jobs::resume))
         .routes(routes!(jobs::rerun))
+        .routes(routes!(explain::job))
         .routes(routes!(tasks::list))
         .routes(routes!(tasks::get))
         .routes(routes!(tasks::attempts))
-        .routes(routes!(tasks::explain))
+        .routes(routes!(explain::task))
         .routes(routes!(results::results))
         .routes(routes!(logs::task))
         .routes(routes!(logs::job))

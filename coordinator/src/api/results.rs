@@ -130,8 +130,12 @@ pub fn chunk(rows: &RocksRows, url: &dyn Fn(&str) -> String, wanted: Wanted<'_>,
     for (cursor, entry) in entries {
         let row = if entry.number > 0 { attempts.next().flatten() } else { None };
         let row: Option<AttemptRow> = row.and_then(|(_, value)| volley_jobspecs::wire::decode("attempt", &value).ok());
-        let superseded = progress.supersedes(cursor.sequence, entry.class);
-        found.push(ResultRow { superseded, ..views::result(&entry, row.as_ref(), cursor.to_string(), url) });
+        let mut view = views::result(&entry, row.as_ref(), cursor.to_string(), url);
+        view.superseded = progress.supersedes(cursor.sequence, entry.class);
+        if entry.number == 0 {
+            view.message = views::undecided(entry.class, progress.reason.as_deref().filter(|_| !view.superseded));
+        }
+        found.push(view);
     }
     Ok(Chunk { rows: found, next, more })
 }
@@ -151,7 +155,8 @@ fn rest(progress: &Progress, tasks: u32, from: Cursor, limit: usize) -> Chunk {
     let row = |index| {
         next = Cursor { rest: index + 1, ..from };
         let entry = ResultEntry { index, number: 0, class: Some(class), attempts: 0 };
-        views::result(&entry, None, next.to_string(), &|key| key.to_owned())
+        let message = views::undecided(entry.class, progress.reason.as_deref());
+        ResultRow { message, ..views::result(&entry, None, next.to_string(), &|key| key.to_owned()) }
     };
     let rows = (first..end).map(row).collect();
     Chunk { rows, next, more: end < tasks }

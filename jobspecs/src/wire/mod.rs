@@ -8,7 +8,7 @@
 //! |---|---|
 //! | 1 | everything but what follows |
 //! | 2 | `Checkpointed`, `UploadGone`, `Uploaded`, and the uploads a submit names |
-//! | 3 | a job notes which record opened its round |
+//! | 3 | a job notes which record opened its round; a queue deadline says what was waited for |
 
 pub mod live;
 pub mod plan;
@@ -22,7 +22,7 @@ use minicbor::{Decode, Encode};
 pub const LEVEL: u32 = 3;
 /// From this level on there are records of checkpoints and uploads.
 pub const LEVEL_KEEPING: u32 = 2;
-/// From this level on a job notes which record opened its round.
+/// From this level on a job notes which record opened its round, and a queue deadline says what was waited for.
 pub const LEVEL_ROUNDS: u32 = 3;
 
 /// Largest message we publish, in bytes: NATS refuses more than 1 MiB by default, and headers need room too.

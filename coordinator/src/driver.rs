@@ -329,7 +329,9 @@ impl Driver {
             let sequence = self.core.state().head.sequence;
             for job in fx.jobs {
                 let ended = fx.results.iter().filter(|(id, ..)| *id == job).map(|(_, _, _, entry)| *entry).collect();
-                _ = self.events.send(Event { sequence, job, ended });
+                // A job that is not in memory has ended.
+                let over = self.core.state().job(job).is_none_or(|job| job.progress.ended_ms.is_some());
+                _ = self.events.send(Event { sequence, job, ended, over });
             }
         }
     }

@@ -393,6 +393,36 @@ async fn live_output_is_followed_to_the_end() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn events_do_not_flood_and_the_last_one_says_the_end() {
+    let Some(cluster) = cluster().await else { return };
+    const TASKS: usize = 3_000;
+    let job = cluster.submit(&spec("flood", json!({ "count": TASKS }))).await;
+    let (plain, tasks) = (format!("/v1/jobs/{job}/events"), format!("/v1/jobs/{job}/events?tasks=true"));
+    let started = std::time::Instant::now();
+    let work = worker(&cluster.world.nats.url, "w1", 4, CancellationToken::new(), |name| Some(success(name)));
+    let both = async { tokio::join!(work, cluster.get(&plain), cluster.get(&tasks)) };
+    let (_, plain, tasks) = tokio::time::timeout(Duration::from_secs(60), both).await.expect("in time");
+    let took = started.elapsed();
+    let events = |text: String| -> Vec<Value> { text.lines().filter_map(|line| serde_json::from_str(line.strip_prefix("data: ")?).ok()).collect() };
+    let (plain, tasks) = (events(plain.expect(200).text()), events(tasks.expect(200).text()));
+    let most = took.as_millis() as usize / 250 + 2;
+    for events in [&plain, &tasks] {
+        let of_job: Vec<_> = events.iter().filter(|event| event["kind"] == "job").collect();
+        assert!((2..=most).contains(&of_job.len()), "{} events in {took:?}", of_job.len());
+        let last = of_job.last().expect("an event");
+        assert_eq!((&last["job"]["state"], &last["job"]["tasks"]["succeeded"]), (&json!("succeeded"), &json!(TASKS)));
+        assert_eq!(events.last().expect("an event")["kind"], "job");
+    }
+    assert!(plain.iter().all(|event| event["kind"] == "job"));
+    let mut ended: Vec<_> = tasks.iter().filter_map(|event| event["task"]["index"].as_u64()).collect();
+    ended.sort_unstable();
+    assert_eq!(ended, (0..TASKS as u64).collect::<Vec<_>>());
+    assert!(tasks.iter().filter(|event| event["kind"] == "task").all(|event| event["job"].is_null()));
+    cluster.get(&format!("/v1/jobs/{job}/events?tasks=x")).await.expect(400);
+    cluster.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn many_results_stream_fast_and_whole() {
     let Some((cluster, _stop)) = with_worker().await else { return };
     const TASKS: usize = 20_000;

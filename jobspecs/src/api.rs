@@ -363,9 +363,11 @@ api_type! {
         pub sequence: u64,
         /// `job` (state or counts changed) or `task` (a task ended).
         pub kind: String,
-        /// The job.
-        pub job: JobView,
-        /// The task that ended.
+        /// The job as it is now; none in an event of kind `task`.
+        #[serde(default)]
+        pub job: Option<JobView>,
+        /// The task that ended; none in an event of kind `job`.
+        #[serde(default)]
         pub task: Option<TaskView>,
     }
 }

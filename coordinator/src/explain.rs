@@ -112,8 +112,7 @@ fn of_job(state: &State, job: &Job) -> Option<String> {
     }
     let policy = state.tenants.get(&job.facts.tenant).map(|tenant| &tenant.policy);
     if let Some(max) = policy.and_then(|policy| policy.concurrency) {
-        let open: u32 = state.jobs.values().filter(|other| other.facts.tenant == job.facts.tenant).map(|other| other.bundles).sum();
-        if open >= max {
+        if state.bundles_of(&job.facts.tenant) >= max {
             return Some(format!("tenant {} runs as much at once as it may ({max}); an operator can raise it", job.facts.tenant));
         }
     }

@@ -156,6 +156,20 @@ pub struct Head {
     pub skipped: BTreeSet<u64>,
 }
 
+/// Counts `count` bundles of a tenant, or counts them off.
+pub fn count_bundles(counts: &mut BTreeMap<TenantId, u32>, tenant: &TenantId, count: u32, up: bool) {
+    match counts.get_mut(tenant) {
+        Some(open) => {
+            *open = if up { *open + count } else { open.saturating_sub(count) };
+            if *open == 0 {
+                counts.remove(tenant);
+            }
+        }
+        None if up && count > 0 => _ = counts.insert(tenant.clone(), count),
+        None => {}
+    }
+}
+
 /// The state.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct State {
@@ -175,6 +189,8 @@ pub struct State {
     pub uploads: BTreeMap<(TenantId, String), Upload>,
     /// What happens when. Follows from the rest.
     pub timers: BTreeSet<(u64, Timer)>,
+    /// Bundles open, by tenant; without those that have none. Follows from the jobs.
+    pub tenant_bundles: BTreeMap<TenantId, u32>,
 }
 
 impl State {
@@ -196,6 +212,12 @@ impl State {
         let open = job.open.get(&index)?;
         let holder = self.workers.iter().find(|(_, w)| w.bundles.contains_key(&open.bundle));
         holder.map(|(name, _)| (name, open.bundle))
+    }
+
+    /// Bundles open of all jobs of a tenant.
+    #[must_use]
+    pub fn bundles_of(&self, tenant: &TenantId) -> u32 {
+        self.tenant_bundles.get(tenant).copied().unwrap_or(0)
     }
 
     /// Hash over all that the log decides: equal on every coordinator that applied the same records.

@@ -106,9 +106,9 @@ pub async fn run<B: Bus, O: Objects>(
         linger_ms: config.linger_ms,
         unsent_bytes_max: config.unsent_bytes_max,
     };
-    let work = bus.work(&config.name).await?;
+    let (work, watches) = (bus.work(&config.name).await?, bus.watches().await?);
     let parts = Parts { shared, events: receiver, watched, spawner, cgroups: cgroups.clone() };
-    Driver::new(core, parts).live(work, control.wishes, control.status).await;
+    Driver::new(core, parts).live(work, watches, control.wishes, control.status).await;
     if let Some(cgroups) = cgroups {
         // What can't be removed now is removed at the next start.
         let _ = tokio::task::spawn_blocking(move || cgroups.sweep()).await;

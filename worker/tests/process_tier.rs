@@ -315,7 +315,9 @@ async fn live_output_is_sent_while_somebody_watches() {
     let mut w = World::start(|_| {}).await;
     let (job, _) = w.job(r#"{"count":1}"#, &task(r#""command":"echo early; sleep 0.3; echo late >&2""#));
     let (_, order) = w.bundle(job, 0, 1);
-    w.order(vec![Order::Watch { job, for_ms: 10_000 }, order]).await;
+    let watches = state(&w.bus).watches.lock().unwrap().clone().unwrap();
+    watches.send(job).await.unwrap();
+    w.order(vec![order]).await;
     w.end_of(job).await;
     assert_eq!(state(&w.bus).live.lock().unwrap().len(), 2);
     w.finish().await;

@@ -17,7 +17,6 @@ use volley_jobspecs::ids::{BundleId, JobId, TenantId, Term, WorkerId};
 use volley_jobspecs::wire::record::TenantPolicy;
 
 use job::Job;
-use task::PAGE_TASKS;
 use worker::Workers;
 
 /// How long an idempotency key is kept after its submit, in milliseconds: a day, as long as a client may reasonably retry.
@@ -198,12 +197,6 @@ impl State {
     #[must_use]
     pub fn job(&self, id: JobId) -> Option<&Job> {
         self.jobs.get(&id)
-    }
-
-    /// Which page a task lies in.
-    #[must_use]
-    pub fn page_of(index: u32) -> u32 {
-        index / PAGE_TASKS
     }
 
     /// Who holds a bundle.

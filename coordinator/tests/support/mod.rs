@@ -318,7 +318,6 @@ pub async fn worker(url: &str, name: &str, slots: u32, stop: CancellationToken, 
                                 }
                             },
                             Order::Stop { bundle, .. } | Order::HandBack { bundle, .. } | Order::Forget { bundle } => beat.held.retain(|h| h.bundle != bundle),
-                            Order::Watch { .. } => {}
                         }
                     }
                     for ends in all.chunks(500) {

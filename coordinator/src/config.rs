@@ -15,6 +15,7 @@ use volley_store::StoreConfig;
 use crate::api::auth::{BOOTSTRAP_ID, TOKEN_PREFIX};
 use crate::api::uploads::UPLOAD_BYTES_MAX;
 use crate::checkpoint::Every;
+use crate::garbage::Collect;
 use crate::io::bus::NatsConfig;
 use crate::leader::Tuning;
 
@@ -54,6 +55,8 @@ pub struct CoordinatorConfig {
     pub start_patience: Duration,
     /// When checkpoints are made.
     pub checkpoints: Every,
+    /// When garbage is collected.
+    pub collect: Collect,
     /// Tuning that tests shorten.
     pub tuning: Tuning,
 }
@@ -104,6 +107,7 @@ impl CoordinatorConfig {
             upload_bytes_max: UPLOAD_BYTES_MAX,
             start_patience: START_PATIENCE,
             checkpoints: Every::default(),
+            collect: Collect::default(),
             tuning: Tuning::default(),
         }
     }

@@ -85,6 +85,10 @@ fn pause(state: &mut State, tenant: &TenantId, id: JobId, on: bool) -> Result<()
 /// Opens a new round for every ended task without success: numbers go on, budgets start afresh, successes stay.
 fn rerun(state: &mut State, sequence: u64, tenant: &TenantId, id: JobId) -> Result<(), Refusal> {
     may(state, tenant, id)?;
+    // Its objects go, and with them what would run again.
+    if state.head.level >= LEVEL_ROUNDS && state.head.forget.contains(&id) {
+        return Err(Refusal::Removed(id));
+    }
     let Some(job) = state.jobs.get_mut(&id) else { return Err(Refusal::NoJob(id)) };
     let mut again: Vec<u32> = Vec::new();
     for (number, page) in &job.pages {

@@ -427,9 +427,12 @@ impl Leader {
     }
 
     fn trail(&mut self, state: &State, actions: &mut Vec<Action>) {
-        let manifests = self.manifests.iter().map(|id| (*id, Trailing::Manifest));
-        let sweeps = state.head.sweep.iter().map(|id| (*id, Trailing::FailedObjects));
-        let forgets = state.head.forget.iter().map(|id| (*id, Trailing::Objects));
+        // A job's objects go once nothing writes any more: no attempt of it is with a worker, and nothing else of it is under way here.
+        let forget = &state.head.forget;
+        let manifests = self.manifests.iter().filter(|id| !forget.contains(id)).map(|id| (*id, Trailing::Manifest));
+        let sweeps = state.head.sweep.iter().filter(|id| !forget.contains(id)).map(|id| (*id, Trailing::FailedObjects));
+        let quiet = |id: &&JobId| !self.holders.contains_key(*id) && !self.doing.iter().any(|(job, what)| job == *id && *what != Trailing::Objects);
+        let forgets = forget.iter().filter(quiet).map(|id| (*id, Trailing::Objects));
         let wanted: Vec<(JobId, Trailing)> = manifests.chain(sweeps).chain(forgets).collect();
         for (job, what) in wanted {
             let decided = self.pending.iter().any(|d| matches!(d, Decision::Done { job: j, what: w } if *j == job && *w == what));

@@ -26,6 +26,7 @@ use crate::config::{ConfigError, CoordinatorConfig};
 use crate::driver::{self, DriverError, Handle, Parts};
 use crate::io::bus::{self, ConnectError};
 use crate::io::checkpoint::Keeper;
+use crate::io::garbage::Collector;
 use crate::io::levels::Levels;
 use crate::io::log::{Log, LogError};
 use crate::io::objects::Objects;
@@ -173,6 +174,7 @@ struct Life {
     driver: JoinHandle<Result<(), DriverError>>,
     api: JoinHandle<std::io::Result<()>>,
     keeper: JoinHandle<()>,
+    collector: JoinHandle<()>,
     rows: Watch,
     stop: CancellationToken,
 }
@@ -230,10 +232,12 @@ impl Ground {
             stop: stop.clone(),
         });
         let api = tokio::spawn(api::serve(listener, app.clone(), stop.clone()));
+        let collector = Collector { handle: handle.clone(), store: self.store.clone(), collect: self.config.collect };
+        let collector = tokio::spawn(collector.run(stop.clone()));
         let levels = Levels::new(self.log.context().clone(), self.config.replicas);
         let (store, dir, every) = (self.store.clone(), self.config.data_dir.clone(), self.config.checkpoints);
         let keeper = tokio::spawn(Keeper { handle, store, dir, name, every, levels }.run(stop.clone()));
-        Ok((Life { driver, api, keeper, rows, stop }, app))
+        Ok((Life { driver, api, keeper, collector, rows, stop }, app))
     }
 
     async fn drive(&self, stop: &CancellationToken) -> Result<(Watch, String, Handle, JoinHandle<Result<(), DriverError>>), StartError> {
@@ -297,7 +301,7 @@ async fn supervise(ground: Ground, life: Life, stop: CancellationToken) -> Resul
 
 /// Waits for driver and API; when one ends, so does the other.
 async fn ended(life: Life) -> Result<(), RunError> {
-    let Life { mut driver, mut api, keeper, stop, .. } = life;
+    let Life { mut driver, mut api, keeper, collector, stop, .. } = life;
     let panicked = |error: tokio::task::JoinError| RunError::Panicked(error.to_string());
     let ended = tokio::select! {
         ended = &mut driver => {
@@ -313,6 +317,7 @@ async fn ended(life: Life) -> Result<(), RunError> {
         }
     };
     _ = keeper.await;
+    _ = collector.await;
     ended
 }
 

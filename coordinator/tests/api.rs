@@ -108,7 +108,7 @@ async fn items_from_a_file_are_cut_into_pages() {
     let hash = facts.plan.items.expect("pages");
     let index = cluster.store.get(&keys::items_index(&hash), 1 << 20).await.expect("the index");
     let index = volley_jobspecs::pages::ItemsIndex::from_json(&index).expect("an index");
-    assert_eq!((index.count, index.pages.len(), index.hash()), (2_500, 3, hash.clone()));
+    assert_eq!((index.count, index.pages.len(), hash.split('-').next()), (2_500, 3, Some(index.hash().as_str())));
     cluster.store.get(&keys::items_page(&hash, 2), 1 << 20).await.expect("the last page");
 
     let bad = cluster.post("/v1/uploads", "{}\n{\n").await.expect(201).json();

@@ -22,5 +22,6 @@ mod limits;
 mod outputs;
 mod pause;
 mod recovery;
+mod remove;
 mod rerun;
 mod retry;

@@ -15,8 +15,9 @@ use volley_jobspecs::ids::{AttemptName, JobId};
 use volley_jobspecs::keys;
 use volley_jobspecs::wire::record::Trailing;
 use volley_jobspecs::wire::report::Ending;
-use volley_store::{DeleteError, LIST_LIMIT_MAX, ListError, PutError, Store};
+use volley_store::{DeleteError, ListError, PutError, Store};
 
+use super::garbage::delete_all;
 use super::rocks::RocksRows;
 use crate::api::results::{self, Cursor, Wanted};
 use crate::api::views;
@@ -146,32 +147,30 @@ impl Objects {
             let (failed, next) = blocking(move || failed_attempts(&rows, job, &start)).await?;
             from = next;
             for name in failed {
-                self.delete_all(&keys::attempt_prefix(&name)).await?;
+                delete_all::<TrailError>(&self.store, &keys::attempt_prefix(&name)).await?;
             }
         }
         Ok(())
     }
 
-    async fn delete_all(&self, prefix: &str) -> Result<(), TrailError> {
-        let mut after: Option<String> = None;
-        loop {
-            let page = self.store.list(prefix, after.as_deref(), LIST_LIMIT_MAX).await?;
-            let keys: Vec<&str> = page.objects.iter().map(|object| object.key.as_str()).collect();
-            if !keys.is_empty() {
-                self.store.delete_many(&keys).await?;
-            }
-            match page.next {
-                Some(next) => after = Some(next),
-                None => return Ok(()),
-            }
+    /// Deletes everything of a job. What older builds let several jobs share is left to the collector of garbage.
+    async fn delete(&self, job: JobId) -> Result<(), TrailError> {
+        delete_all::<TrailError>(&self.store, &keys::job_prefix(job)).await?;
+        let Some(facts) = rows::facts(&self.rows, job)? else { return Ok(()) };
+        if let Some(items) = facts.plan.items.filter(|name| keys::of_one_job(name)) {
+            delete_all::<TrailError>(&self.store, &keys::items_prefix(&items)).await?;
         }
+        if let Some(spec) = facts.spec.name().filter(|name| keys::of_one_job(name)) {
+            self.store.delete(&keys::spec(spec)).await?;
+        }
+        Ok(())
     }
 
     async fn work(&self, job: JobId, what: Trailing) -> Result<(), TrailError> {
         match what {
             Trailing::Manifest => self.manifest(job).await,
             Trailing::FailedObjects => self.sweep(job).await,
-            Trailing::Objects => self.delete_all(&keys::job_prefix(job)).await,
+            Trailing::Objects => self.delete(job).await,
         }
     }
 }

@@ -186,6 +186,9 @@ pub enum Refusal {
     /// The job has not ended.
     #[error("job {0} has not ended; cancel it first with `volley cancel {0}`")]
     NotEnded(JobId),
+    /// The job is being removed.
+    #[error("job {0} is being removed; submit it again instead")]
+    Removed(JobId),
     /// Nothing to rerun.
     #[error("every ended task of job {0} succeeded: there is nothing to rerun")]
     NothingToRerun(JobId),

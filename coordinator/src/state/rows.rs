@@ -389,6 +389,14 @@ pub fn result_entry(key: &[u8], bytes: &[u8]) -> Result<ResultEntry, RowsError> 
     decode(Table::Results, key, bytes)
 }
 
+/// Reads stored facts of a job.
+///
+/// # Errors
+/// [`RowsError::Damaged`] when they are none.
+pub fn facts_of(key: &[u8], bytes: &[u8]) -> Result<Facts, RowsError> {
+    decode(Table::Facts, key, bytes)
+}
+
 /// A job's header rows, whether it is in memory or not.
 ///
 /// # Errors

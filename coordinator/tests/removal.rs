@@ -13,7 +13,7 @@ use volley_jobspecs::parse::parse_and_validate;
 use volley_jobspecs::validate::Features;
 use volley_jobspecs::wire;
 use volley_jobspecs::wire::plan::{Isolation, SpecRef};
-use volley_jobspecs::wire::record::{Actor, Assignment, Control, Decided, Decision, Lead, Record, Run, Submit, Trailing, Verb};
+use volley_jobspecs::wire::record::{Actor, Control, Decision, Lead, Record, Submit, Trailing, Verb};
 use volley_jobspecs::wire::report::{AttemptEnd, Ending, Report, Timing};
 use volley_jobspecs::wire::work::WorkerInfo;
 
@@ -42,11 +42,6 @@ impl World {
         broken.extend(self.core.leader_ref().map(|leader| leader.broken(state)).unwrap_or_default());
         assert!(broken.is_empty(), "after record {}: {broken:?}", self.sequence);
         (self.sequence, effects.into_iter().flat_map(|fx| fx.answers).map(|(_, answer)| answer).collect())
-    }
-
-    fn decide(&mut self, decisions: Vec<Decision>) -> u64 {
-        let round = self.core.state().head.round + 1;
-        self.apply(Record::Decided(Decided { term: Term(1), round, decisions })).0
     }
 
     fn ask(&mut self, verb: Verb) -> Answer {
@@ -87,15 +82,18 @@ fn a_job_is_forgotten_when_no_worker_holds_anything_of_it_any_more() {
         build: String::new(),
         host: String::new(),
     };
-    world.decide(vec![Decision::Level(wire::LEVEL), Decision::WorkerJoined { worker: worker.clone(), incarnation: Incarnation(1), info }]);
+    let (leader, _) = world.core.leader().unwrap();
+    leader.record(Decision::Level(wire::LEVEL));
+    leader.record(Decision::WorkerJoined { worker: worker.clone(), incarnation: Incarnation(1), info });
+    assert_eq!(world.trails(), []);
     let spec = br#"{"version":"volley/v1","name":"x","task":{"isolation":"process","command":"true"}}"#;
     let plan = volley_jobspecs::plan::plan(&parse_and_validate(spec, &Features::all()).unwrap_or_else(|e| panic!("{e}")), 1);
     let actor = Actor { tenant: TenantId::new("default").unwrap(), principal: "p".into(), request_id: "s".into() };
     let spec = SpecRef::Inline(spec.to_vec().into());
     let submit = Submit { actor, idempotency_key: "k".into(), spec_hash: "h".into(), plan, spec, trace: None, uploads: Vec::new() };
     let job = JobId(world.apply(Record::Submit(Box::new(submit))).0);
-    let assignment = Assignment { worker: worker.clone(), incarnation: Incarnation(1), job, tasks: vec![Run { first: 0, count: 1 }] };
-    let sequence = world.decide(vec![Decision::Tick(2_000), Decision::Assign(vec![assignment])]);
+    assert_eq!(world.trails(), []);
+    let sequence = world.core.state().job(job).unwrap().open[&0].bundle.sequence;
     assert_eq!(world.core.state().bundles_of(&TenantId::new("default").unwrap()), 1);
 
     assert_eq!(world.ask(Verb::Cancel { job, stop_running: true, reason: String::new() }), Answer::Done);

@@ -13,6 +13,7 @@ use volley_jobspecs::validate::Features;
 use volley_store::StoreConfig;
 
 use crate::api::auth::{BOOTSTRAP_ID, TOKEN_PREFIX};
+use crate::api::listen::Limits;
 use crate::api::uploads::UPLOAD_BYTES_MAX;
 use crate::checkpoint::Every;
 use crate::garbage::Collect;
@@ -51,6 +52,10 @@ pub struct CoordinatorConfig {
     pub items_buckets: Vec<String>,
     /// Largest upload, in bytes.
     pub upload_bytes_max: u64,
+    /// May whoever is on this host read the metrics without a token? Tasks on it can, too. Deny by default.
+    pub local_metrics: bool,
+    /// What the API's listener allows.
+    pub limits: Limits,
     /// How long NATS may be away at the start.
     pub start_patience: Duration,
     /// When checkpoints are made.
@@ -105,6 +110,8 @@ impl CoordinatorConfig {
             features: Features::with_isolation(&[Isolation::Null, Isolation::Process]),
             items_buckets: Vec::new(),
             upload_bytes_max: UPLOAD_BYTES_MAX,
+            local_metrics: false,
+            limits: Limits::default(),
             start_patience: START_PATIENCE,
             checkpoints: Every::default(),
             collect: Collect::default(),

@@ -21,7 +21,7 @@ use volley_store::{EnsureBucketError, GetError, ProbeError, PutError, Store};
 
 use crate::api::auth::secret_hash;
 use crate::api::streams::Streams;
-use crate::api::{self, App};
+use crate::api::{self, App, listen};
 use crate::config::{ConfigError, CoordinatorConfig};
 use crate::driver::{self, DriverError, Handle, Parts};
 use crate::io::bus::{self, ConnectError};
@@ -127,9 +127,6 @@ pub enum RunError {
     /// The driver ended.
     #[error("{0}")]
     Driver(#[from] DriverError),
-    /// The API ended.
-    #[error("the API stopped: {0}")]
-    Api(std::io::Error),
     /// A part panicked.
     #[error("a part of the coordinator panicked: {0}")]
     Panicked(String),
@@ -172,7 +169,7 @@ struct Ground {
 /// From an opened database to its end.
 struct Life {
     driver: JoinHandle<Result<(), DriverError>>,
-    api: JoinHandle<std::io::Result<()>>,
+    api: JoinHandle<()>,
     keeper: JoinHandle<()>,
     collector: JoinHandle<()>,
     rows: Watch,
@@ -227,11 +224,12 @@ impl Ground {
             bootstrap_hash: self.bootstrap_hash.clone(),
             features: self.config.features.clone(),
             upload_bytes_max: self.config.upload_bytes_max,
+            local_metrics: self.config.local_metrics,
             cluster: self.log.cluster.clone(),
             streams: Streams::default(),
             stop: stop.clone(),
         });
-        let api = tokio::spawn(api::serve(listener, app.clone(), stop.clone()));
+        let api = tokio::spawn(listen::serve(listener, api::router(app.clone()), self.config.limits, stop.clone()));
         let collector = Collector { handle: handle.clone(), store: self.store.clone(), collect: self.config.collect };
         let collector = tokio::spawn(collector.run(stop.clone()));
         let levels = Levels::new(self.log.context().clone(), self.config.replicas);
@@ -312,7 +310,7 @@ async fn ended(life: Life) -> Result<(), RunError> {
         ended = &mut api => {
             stop.cancel();
             let driven = driver.await.map_err(panicked)?;
-            ended.map_err(panicked)?.map_err(RunError::Api)?;
+            ended.map_err(panicked)?;
             driven.map_err(RunError::Driver)
         }
     };

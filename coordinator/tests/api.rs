@@ -8,6 +8,7 @@ use axum::http::Method;
 use serde_json::{Value, json};
 use support::{BOOTSTRAP, Cluster, World, id, success, worker};
 use tokio_util::sync::CancellationToken;
+use volley_coordinator::config::CoordinatorConfig;
 use volley_jobspecs::failure::FailureClass;
 use volley_jobspecs::keys;
 use volley_jobspecs::wire::live::Live;
@@ -446,6 +447,23 @@ async fn many_results_stream_fast_and_whole() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn local_metrics_are_for_this_host_only() {
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+    let Some(world) = World::new().await else { return };
+    let config = CoordinatorConfig { local_metrics: true, ..world.config() };
+    let cluster = world.cluster_with(config).await;
+    for (header, status) in [("accept: */*", "200"), ("x-forwarded-for: 1.2.3.4", "401"), ("forwarded: for=1.2.3.4", "401")] {
+        let mut stream = tokio::net::TcpStream::connect(cluster.running.addr).await.expect("connected");
+        let text = format!("GET /metrics HTTP/1.1\r\nhost: x\r\n{header}\r\nconnection: close\r\n\r\n");
+        stream.write_all(text.as_bytes()).await.expect("sent");
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).await.expect("read");
+        assert!(answer.starts_with(&format!("HTTP/1.1 {status}")), "{header}: {answer}");
+    }
+    cluster.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn the_server_answers_over_tcp_and_stops_with_streams_open() {
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
     let Some(cluster) = cluster().await else { return };
@@ -457,10 +475,10 @@ async fn the_server_answers_over_tcp_and_stops_with_streams_open() {
     };
     let mut answer = String::new();
     ask("GET /metrics HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n".into()).await.read_to_string(&mut answer).await.expect("read");
-    assert!(answer.starts_with("HTTP/1.1 200") && answer.contains("volley_leader 1\n") && answer.contains("volley_jobs{state=\"queued\"} 1\n"), "{answer}");
+    assert!(answer.starts_with("HTTP/1.1 401"), "tasks of this host read nothing: {answer}");
     answer.clear();
-    ask("GET /metrics HTTP/1.1\r\nhost: x\r\nx-forwarded-for: 1.2.3.4\r\nconnection: close\r\n\r\n".into()).await.read_to_string(&mut answer).await.expect("read");
-    assert!(answer.starts_with("HTTP/1.1 401"), "{answer}");
+    ask(format!("GET /metrics HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {BOOTSTRAP}\r\nconnection: close\r\n\r\n")).await.read_to_string(&mut answer).await.expect("read");
+    assert!(answer.starts_with("HTTP/1.1 200") && answer.contains("volley_leader 1\n") && answer.contains("volley_jobs{state=\"queued\"} 1\n"), "{answer}");
     answer.clear();
     ask("GET /v1/jobs HTTP/1.1\r\nhost: x\r\nbad header\r\n\r\n".into()).await.read_to_string(&mut answer).await.expect("read");
     assert!(answer.starts_with("HTTP/1.1 400"), "{answer}");

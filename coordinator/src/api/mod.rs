@@ -1,6 +1,6 @@
 //! The HTTP API: JSON over HTTP on any coordinator, with its OpenAPI document generated from the code.
 //!
-//! Owns the router, what every request and answer has in common (sequence header, limits, error form) and serving. One file per
+//! Owns the router and what every request and answer has in common (sequence header, limits, error form). One file per
 //! resource. Reads come from the local rows and state; writes become records and are answered when they were applied. Does not own
 //! any decision about a job.
 
@@ -11,8 +11,10 @@ pub mod events;
 pub mod explain;
 pub mod extract;
 pub mod jobs;
+pub mod listen;
 pub mod logs;
 pub mod outputs;
+pub mod panics;
 pub mod rest;
 pub mod results;
 pub mod streams;
@@ -68,6 +70,8 @@ pub struct App {
     pub features: Features,
     /// Largest upload, in bytes.
     pub upload_bytes_max: u64,
+    /// May whoever is on this host read the metrics without a token?
+    pub local_metrics: bool,
     /// The cluster's id.
     pub cluster: String,
     /// Open streams.
@@ -100,7 +104,11 @@ impl App {
 pub async fn blocking<T: Send + 'static>(work: impl FnOnce() -> Result<T, ApiError> + Send + 'static) -> Result<T, ApiError> {
     match tokio::task::spawn_blocking(work).await {
         Ok(result) => result,
-        Err(_) => Err(RequestError::Stopping.into()),
+        Err(error) => match error.try_into_panic() {
+            // Goes on where the request is answered.
+            Ok(panic) => std::panic::resume_unwind(panic),
+            Err(_) => Err(RequestError::Stopping.into()),
+        },
     }
 }
 
@@ -174,6 +182,7 @@ pub fn router(app: Arc<App>) -> Router {
             ApiError::new(StatusCode::METHOD_NOT_ALLOWED, "method_not_allowed", "this path doesn't take this method; GET /openapi.json lists all")
         })
         .layer(middleware::from_fn_with_state(app.clone(), common))
+        .layer(middleware::from_fn(panics::answer))
         .layer(middleware::from_fn(rest::read_rest))
         .with_state(app)
 }
@@ -228,19 +237,4 @@ async fn caught_up(app: &App, wanted: Option<u64>) -> Result<(), ApiError> {
     }
     let message = format!("this coordinator has applied the log up to {}, the request asks for {wanted}; ask again, or another coordinator", app.handle.sequence());
     Err(ApiError::new(StatusCode::SERVICE_UNAVAILABLE, "behind", message))
-}
-
-/// Serves the API until `stop`; then gives open requests a moment to end.
-///
-/// # Errors
-/// When the listener fails for good.
-pub async fn serve(listener: tokio::net::TcpListener, app: Arc<App>, stop: CancellationToken) -> std::io::Result<()> {
-    /// Streams end by themselves on `stop`; an upload or a slow client is cut.
-    const GRACE: Duration = Duration::from_secs(5);
-    let service = router(app).into_make_service_with_connect_info::<std::net::SocketAddr>();
-    let server = axum::serve(listener, service).with_graceful_shutdown(stop.clone().cancelled_owned());
-    tokio::select! {
-        ended = server => ended,
-        () = async { stop.cancelled().await; tokio::time::sleep(GRACE).await } => Ok(()),
-    }
 }

@@ -14,6 +14,7 @@ use volley_store::StoreConfig;
 
 use crate::api::auth::{BOOTSTRAP_ID, TOKEN_PREFIX};
 use crate::api::listen::Limits;
+use crate::api::streams::KEEP_ALIVE;
 use crate::api::uploads::UPLOAD_BYTES_MAX;
 use crate::checkpoint::Every;
 use crate::garbage::Collect;
@@ -56,6 +57,8 @@ pub struct CoordinatorConfig {
     pub local_metrics: bool,
     /// What the API's listener allows.
     pub limits: Limits,
+    /// After this much silence a stream of the API says that it lives.
+    pub keep_alive: Duration,
     /// How long NATS may be away at the start.
     pub start_patience: Duration,
     /// When checkpoints are made.
@@ -112,6 +115,7 @@ impl CoordinatorConfig {
             upload_bytes_max: UPLOAD_BYTES_MAX,
             local_metrics: false,
             limits: Limits::default(),
+            keep_alive: KEEP_ALIVE,
             start_patience: START_PATIENCE,
             checkpoints: Every::default(),
             collect: Collect::default(),

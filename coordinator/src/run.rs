@@ -227,6 +227,7 @@ impl Ground {
             local_metrics: self.config.local_metrics,
             cluster: self.log.cluster.clone(),
             streams: Streams::default(),
+            keep_alive: self.config.keep_alive,
             stop: stop.clone(),
         });
         let api = tokio::spawn(listen::serve(listener, api::router(app.clone()), self.config.limits, stop.clone()));

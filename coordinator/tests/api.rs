@@ -394,6 +394,86 @@ async fn live_output_is_followed_to_the_end() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_followed_task_is_kept_alive_gone_on_with_and_of_whole_characters() {
+    use futures::StreamExt;
+    let Some(world) = World::new().await else { return };
+    let config = CoordinatorConfig { keep_alive: Duration::from_millis(200), ..world.config() };
+    let cluster = world.cluster_with(config).await;
+    let (names, mut begun) = tokio::sync::mpsc::unbounded_channel();
+    worker(&cluster.world.nats.url, "w1", 1, CancellationToken::new(), move |name| {
+        _ = names.send(name);
+        None
+    })
+    .await;
+    let client = async_nats::connect(&cluster.world.nats.url).await.expect("NATS");
+    let job = cluster.submit(&spec("live", json!({ "count": 1 }))).await;
+    let name = begun.recv().await.expect("an attempt");
+    let send = async |offset: u64, bytes: &[u8]| {
+        let piece = Live { name, stderr: false, offset, bytes: bytes.to_vec().into() };
+        client.publish(subjects::live(id(&job), 0), wire::encode(&piece).into()).await.expect("published");
+        client.flush().await.expect("flushed");
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    };
+    let open = async |path: String| {
+        let request = axum::http::Request::get(path).header("authorization", format!("Bearer {BOOTSTRAP}")).body(axum::body::Body::empty()).expect("a request");
+        let answer = tower::ServiceExt::oneshot(cluster.router.clone(), request).await.expect("an answer");
+        assert_eq!(answer.status(), 200);
+        answer.into_body().into_data_stream()
+    };
+    let path = format!("/v1/jobs/{job}/tasks/0/logs?follow=true&form=pieces");
+    let mut first = open(path.clone()).await;
+    let mut all = open(format!("/v1/jobs/{job}/logs?follow=true")).await;
+    // A character lies across the border of two pieces.
+    send(0, b"a\xe2\x86").await;
+    send(3, b"\x92b").await;
+    let (mut kept_alive, mut texts) = (false, String::new());
+    while texts != "a→b" {
+        let bytes = all.next().await.expect("a line").expect("a line");
+        match serde_json::from_slice::<Value>(&bytes) {
+            Ok(line) => texts.push_str(line["text"].as_str().expect("text")),
+            Err(_) => kept_alive = true,
+        }
+        assert!("a→b".starts_with(&texts), "{texts}");
+    }
+    let (mut cursor, mut pieces) = (String::new(), 0);
+    while pieces < 2 || !kept_alive {
+        let bytes = first.next().await.expect("a line").expect("a line");
+        match serde_json::from_slice::<Value>(&bytes) {
+            Ok(line) => (cursor, pieces) = (line["cursor"].as_str().expect("a cursor").to_owned(), pieces + 1),
+            Err(_) => kept_alive = true,
+        }
+    }
+    assert_eq!(cursor, "1.5.0");
+    drop(first);
+    // It comes back: what it has is not sent again, what the report has is sent, and the end is told.
+    let again = tokio::spawn({
+        let (router, path) = (cluster.router.clone(), format!("{path}&after={cursor}"));
+        async move {
+            let request = axum::http::Request::get(path).header("authorization", format!("Bearer {BOOTSTRAP}")).body(axum::body::Body::empty()).expect("a request");
+            let answer = tower::ServiceExt::oneshot(router, request).await.expect("an answer");
+            axum::body::to_bytes(answer.into_body(), 1 << 20).await.expect("a whole body")
+        }
+    });
+    tokio::time::sleep(Duration::from_millis(300)).await;
+    send(3, b"\x92bc").await;
+    let mut end = success(name);
+    end.stdout = Some(Stream { bytes: 7, tail: "a→bcd".as_bytes().to_vec().into(), stored: false, truncated: false });
+    let worker = volley_jobspecs::ids::WorkerId::new("w1").expect("a name");
+    let incarnation = cluster.running.handle.read(|state, _, _| state.workers.values().next().map(|w| w.incarnation)).await.expect("read").expect("a worker");
+    let report = volley_jobspecs::wire::report::Report { worker: worker.clone(), incarnation, number: 9, ends: vec![end] };
+    let record = wire::encode(&volley_jobspecs::wire::record::Record::Report(report));
+    cluster.running.handle.log().publish(&subjects::log_report(&worker), record.into(), Duration::from_secs(5)).await.expect("published");
+    let again = tokio::time::timeout(Duration::from_secs(20), again).await.expect("in time").expect("no panic");
+    let lines: Vec<Value> = again.split(|byte| *byte == b'\n').filter_map(|line| serde_json::from_slice(line).ok()).collect();
+    let shown: Vec<_> = lines.iter().map(|line| (line["offset"].as_u64(), line["base64"].as_str(), line["end"] == true)).collect();
+    assert_eq!(shown, [(Some(5), Some("Yw=="), false), (Some(6), Some("ZA=="), false), (Some(0), Some(""), true)]);
+    for bad in ["form=x", "follow=true&form=x", "form=pieces", "follow=true&after=1.0.0", "follow=true&form=pieces&after=x"] {
+        cluster.get(&format!("/v1/jobs/{job}/tasks/0/logs?{bad}")).await.expect(400);
+    }
+    cluster.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn events_do_not_flood_and_the_last_one_says_the_end() {
     let Some(cluster) = cluster().await else { return };
     const TASKS: usize = 3_000;

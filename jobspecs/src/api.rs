@@ -460,8 +460,27 @@ api_type! {
         pub index: u32,
         /// `stdout` or `stderr`.
         pub stream: String,
-        /// The piece; bytes that are no UTF-8 are replaced.
+        /// The piece, of whole characters; bytes that are no UTF-8 are replaced.
         pub text: String,
+    }
+}
+
+api_type! {
+    /// A piece of a task's output, a line of its followed log in the form `pieces`.
+    pub struct LogPiece {
+        /// Of which attempt.
+        pub attempt: u32,
+        /// `stdout` or `stderr`.
+        pub stream: String,
+        /// Where it begins in the stream. A jump says that pieces are missing; what was kept has them once the attempt has ended.
+        pub offset: u64,
+        /// Its bytes.
+        pub base64: String,
+        /// Pass this as `after` to go on behind this piece.
+        pub cursor: String,
+        /// Is this the end? Then there are no bytes. A stream that ends without it broke off.
+        #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+        pub end: bool,
     }
 }
 

@@ -19,6 +19,7 @@ mod fail_fast;
 mod files;
 mod idempotency;
 mod limits;
+mod logs;
 mod outputs;
 mod pause;
 mod recovery;

@@ -21,7 +21,7 @@ use super::App;
 use super::auth::Caller;
 use super::error::ApiError;
 use super::extract::{PathOf, QueryOf, job_id};
-use super::streams::{KEEP_ALIVE, Permit};
+use super::streams::Permit;
 use super::views;
 use crate::driver::Event;
 use crate::state::effects::ResultEntry;
@@ -54,9 +54,10 @@ pub async fn events(
     let (facts, _) = app.job(&caller, id)?;
     let permit = app.streams.take(&caller.tenant)?;
     let (out, mut waiting) = mpsc::channel(EVENTS_WAITING);
+    let keep_alive = KeepAlive::new().interval(app.keep_alive);
     tokio::spawn(Follow { events: app.handle.events(), app, id, facts, tasks, out, _permit: permit }.run());
     let stream = futures::stream::poll_fn(move |cx| waiting.poll_recv(cx));
-    Ok(Sse::new(stream).keep_alive(KeepAlive::new().interval(KEEP_ALIVE)))
+    Ok(Sse::new(stream).keep_alive(keep_alive))
 }
 
 type Out = mpsc::Sender<Result<sse::Event, Infallible>>;

@@ -10,6 +10,7 @@ pub mod error;
 pub mod events;
 pub mod explain;
 pub mod extract;
+pub mod follow;
 pub mod jobs;
 pub mod listen;
 pub mod logs;
@@ -76,6 +77,8 @@ pub struct App {
     pub cluster: String,
     /// Open streams.
     pub streams: Streams,
+    /// After this much silence a stream says that it lives.
+    pub keep_alive: Duration,
     /// Ends streams.
     pub stop: CancellationToken,
 }
@@ -126,7 +129,7 @@ impl utoipa::Modify for Bearer {
 
 #[derive(OpenApi)]
 #[openapi(modifiers(&Bearer), info(title = "Volley", description = "Distributed batch fan-out: submit a job, follow it, fetch its results.\n\nAuthenticate with `Authorization: Bearer <token>`. Every answer carries `volley-sequence`; a request that carries it waits until this coordinator has applied that much. Errors have one form (`ErrorBody`).", license(name = "Apache-2.0")),
-    components(schemas(volley_jobspecs::api::ErrorBody, volley_jobspecs::api::EventView, volley_jobspecs::api::ResultRow, volley_jobspecs::api::LogLine)))]
+    components(schemas(volley_jobspecs::api::ErrorBody, volley_jobspecs::api::EventView, volley_jobspecs::api::ResultRow, volley_jobspecs::api::LogLine, volley_jobspecs::api::LogPiece)))]
 struct Document;
 
 fn routes() -> OpenApiRouter<Arc<App>> {

@@ -21,7 +21,7 @@ use super::App;
 use super::auth::Caller;
 use super::error::ApiError;
 use super::extract::{PathOf, QueryOf, job_id};
-use super::streams::{KEEP_ALIVE, Permit};
+use super::streams::Permit;
 use super::views;
 use crate::driver::Event;
 use crate::io::rocks::RocksRows;
@@ -202,7 +202,7 @@ impl Follow {
                     self.sent = Instant::now();
                     return Some((Ok(bytes), self));
                 }
-                Ok(Step::Wait) if self.sent.elapsed() >= KEEP_ALIVE => {
+                Ok(Step::Wait) if self.sent.elapsed() >= self.app.keep_alive => {
                     self.sent = Instant::now();
                     return Some((Ok(Bytes::from_static(b"\n")), self));
                 }
@@ -263,7 +263,7 @@ impl Follow {
         };
         tokio::select! {
             changed = changed => changed,
-            () = tokio::time::sleep(LOOK_AGAIN) => true,
+            () = tokio::time::sleep(LOOK_AGAIN.min(self.app.keep_alive)) => true,
             () = self.app.stop.cancelled() => false,
         }
     }

@@ -61,7 +61,8 @@ pub async fn up(args: UpArgs, spawner: Option<Spawner>) -> Ended {
         ended = worker => ended,
         ended = &mut join => Err(match ended {
             Ok(Ok(())) => "the coordinator ended".to_owned(),
-            Ok(Err(error)) => line(error),
+            // NATS ends with us: only by the directory can it be found again.
+            Ok(Err(error)) => line(error).replace("`volley log skip", &format!("`volley log --dir {} skip", dir.display())),
             Err(error) => format!("the coordinator panicked: {error}"),
         }),
         why = nats.ended() => Err(why),

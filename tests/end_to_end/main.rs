@@ -22,6 +22,7 @@ mod limits;
 mod logs;
 mod outputs;
 mod pause;
+mod poison;
 mod recovery;
 mod remove;
 mod rerun;

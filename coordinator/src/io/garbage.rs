@@ -77,7 +77,7 @@ impl Collector {
             let rows = self.handle.rows().clone();
             let named = tokio::task::spawn_blocking(move || named(&rows, uploads)).await??;
             for name in items.iter().filter(|name| !named.items.contains(*name)) {
-                delete_all(&self.store, &keys::items_prefix(name)).await?;
+                delete_all::<GarbageError>(&self.store, &keys::items_prefix(name)).await?;
                 tracing::info!(name, "deleted items that no job names");
             }
             let specs: Vec<String> = specs.iter().filter(|name| !named.specs.contains(*name)).map(|name| keys::spec(name)).collect();

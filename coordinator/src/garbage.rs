@@ -114,7 +114,8 @@ mod tests {
     use volley_jobspecs::validate::Features;
 
     fn facts(tenant: &str, items: Option<&str>, spec: SpecRef) -> Facts {
-        let job = parse_and_validate(br#"{"version":"volley/v1","name":"x","task":{"isolation":"process","command":"true"}}"#, &Features::all());
+        let job =
+            parse_and_validate(br#"{"version":"volley/v1","name":"x","task":{"isolation":"process","command":"true"}}"#, &Features::all());
         let plan = volley_jobspecs::plan::plan(&job.unwrap_or_else(|e| panic!("{e}")), 1);
         let plan = volley_jobspecs::wire::plan::JobPlan { items: items.map(str::to_owned), ..plan };
         Facts { tenant: TenantId::new(tenant).unwrap(), principal: "p".into(), key: "k".into(), plan, spec, trace: None, submitted_ms: 0 }
@@ -140,7 +141,9 @@ mod tests {
     #[test]
     fn only_what_is_wholly_old_goes() {
         let mut seen = Seen::default();
-        for (key, modified_ms) in [("items/a/index.json", 5), ("items/a/000000.jsonl", 1), ("items/b/000000.jsonl", 2), ("specs/c", 0), ("items/", 0)] {
+        for (key, modified_ms) in
+            [("items/a/index.json", 5), ("items/a/000000.jsonl", 1), ("items/b/000000.jsonl", 2), ("specs/c", 0), ("items/", 0)]
+        {
             seen.object("items/", key, modified_ms);
         }
         assert_eq!(seen.clone().old(5), ["b"]);

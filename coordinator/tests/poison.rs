@@ -32,7 +32,8 @@ async fn a_record_that_panics_is_named_undone_and_passed_over() {
     let config = world.config();
     let cluster = world.cluster_with(config.clone()).await;
     let log = cluster.running.handle.log().clone();
-    let spec = json!({ "version": "volley/v1", "name": "x", "items": { "count": 1 }, "task": { "isolation": "process", "command": "true" } });
+    let spec =
+        json!({ "version": "volley/v1", "name": "x", "items": { "count": 1 }, "task": { "isolation": "process", "command": "true" } });
     let good = cluster.submit(&spec).await;
     // Time comes to its end; the instant at which the next submit's key is forgotten is more than a number can hold.
     cluster.running.handle.record(Decision::Tick(u64::MAX)).await.expect("it runs");

@@ -32,9 +32,14 @@ fn explain_says_why_something_failed() {
     let job = cluster.submit(&cluster.spec(json!({ "count": 2 }), task, json!({})));
     cluster.ended(&job);
     let text = cluster.volley(&["explain", &job, "1"]).exits(0).stdout;
-    for part in ["failed in try 1 on worker local: exit_code", "$.task.retry.rules[0] says that this is not tried again", "next: `volley rerun"] {
+    for part in
+        ["failed in try 1 on worker local: exit_code", "$.task.retry.rules[0] says that this is not tried again", "next: `volley rerun"]
+    {
         assert!(text.contains(part), "{part}: {text}");
     }
     let text = cluster.volley(&["explain", &job]).exits(0).stdout;
-    assert!(text.contains("1 of 2 tasks succeeded") && text.contains("1 tasks ended as exit_code") && text.contains("exit code 1"), "{text}");
+    assert!(
+        text.contains("1 of 2 tasks succeeded") && text.contains("1 tasks ended as exit_code") && text.contains("exit code 1"),
+        "{text}"
+    );
 }

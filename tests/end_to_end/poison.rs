@@ -23,7 +23,10 @@ async fn up_stops_at_a_bad_record_and_goes_on_behind_it() {
     until("volley up has ended", || cluster.has_ended());
     let dir = cluster.path("cluster").display().to_string();
     let said = cluster.log();
-    assert!(said.contains(&format!("record {bad} can't be read")) && said.contains(&format!("`volley log --dir {dir} skip {bad}`")), "{said}");
+    assert!(
+        said.contains(&format!("record {bad} can't be read")) && said.contains(&format!("`volley log --dir {dir} skip {bad}`")),
+        "{said}"
+    );
     let shown = cluster.volley(&["log", "--dir", &dir, "show", "--from", &bad]).exits(0).json();
     assert_eq!((&shown["sequence"].to_string(), &shown["bytes"]), (&bad, &json!("ff00")), "{shown}");
     cluster.volley(&["log", "--dir", &dir, "skip", "999999"]).exits(69);

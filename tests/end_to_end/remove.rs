@@ -44,7 +44,9 @@ fn a_removed_job_leaves_no_object() {
     let of_job = |path: &str| !before.contains(path) && !path.contains("uploads.d");
     until("everything of the job is there", || {
         let all = objects(&cluster);
-        ["jobs.d", "items.d", "specs.d", "manifest-1.json", "stdout.o"].iter().all(|part| all.iter().any(|path| path.contains(part) && of_job(path)))
+        ["jobs.d", "items.d", "specs.d", "manifest-1.json", "stdout.o"]
+            .iter()
+            .all(|part| all.iter().any(|path| path.contains(part) && of_job(path)))
     });
     cluster.volley(&["rm", &job]).exits(0);
     until("nothing of the job is left", || !objects(&cluster).iter().any(|path| of_job(path)));

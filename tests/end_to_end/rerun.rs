@@ -32,5 +32,8 @@ fn a_rerun_runs_only_what_failed() {
     let all = cluster.volley(&["results", &job, "--all", "-o", "json"]).exits(0).lines();
     let superseded: Vec<&Value> = all.iter().filter(|row| row["superseded"] == true).collect();
     assert_eq!((all.len(), superseded.len()), (7, 2), "{all:#?}");
-    assert!(superseded.iter().all(|row| row["state"] == "failed" && before.iter().any(|old| old["cursor"] == row["cursor"])), "{superseded:#?}");
+    assert!(
+        superseded.iter().all(|row| row["state"] == "failed" && before.iter().any(|old| old["cursor"] == row["cursor"])),
+        "{superseded:#?}"
+    );
 }

@@ -26,7 +26,8 @@ fn log(url: &str, args: &[&str]) -> String {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_record_that_nobody_can_read_stops_all_until_it_is_passed_over() {
     let cluster = Cluster::start(Plan { workers: vec![4], ..Plan::default() }).await;
-    let spec = json!({ "version": "volley/v1", "name": "before", "items": { "count": 50 }, "task": { "isolation": "null", "command": "x" } });
+    let spec =
+        json!({ "version": "volley/v1", "name": "before", "items": { "count": 50 }, "task": { "isolation": "null", "command": "x" } });
     let job = cluster.submit(&spec).await;
     cluster.wait(job, Duration::from_secs(60)).await;
     let url = nats_url(&cluster);
@@ -36,7 +37,12 @@ async fn a_record_that_nobody_can_read_stops_all_until_it_is_passed_over() {
 
     let command = format!("volley log skip {bad}");
     for coordinator in &cluster.coordinators {
-        assert!(coordinator.says(&command, Duration::from_secs(30)).await, "{} stops and says what to do\n{}", coordinator.name, cluster.logs(20));
+        assert!(
+            coordinator.says(&command, Duration::from_secs(30)).await,
+            "{} stops and says what to do\n{}",
+            coordinator.name,
+            cluster.logs(20)
+        );
         assert!(coordinator.log_text().contains(&format!("record {bad} can't be read")), "{}", cluster.logs(20));
     }
     // Started again and again, they come no further.
@@ -54,7 +60,11 @@ async fn a_record_that_nobody_can_read_stops_all_until_it_is_passed_over() {
     assert!(said.contains("from its next start on"), "{said}");
     cluster.ready().await;
     cluster.all_succeeded(job, 50).await;
-    let after = cluster.submit(&json!({ "version": "volley/v1", "name": "after", "items": { "count": 50 }, "task": { "isolation": "null", "command": "x" } })).await;
+    let after = cluster
+        .submit(
+            &json!({ "version": "volley/v1", "name": "after", "items": { "count": 50 }, "task": { "isolation": "null", "command": "x" } }),
+        )
+        .await;
     cluster.wait(after, Duration::from_secs(60)).await;
     cluster.all_succeeded(after, 50).await;
     cluster.at_rest().await;

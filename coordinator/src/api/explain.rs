@@ -47,7 +47,12 @@ pub async fn task(
 /// Says why a job does not go on, or why it ended as it did.
 #[utoipa::path(get, path = "/v1/jobs/{job}/explain", operation_id = "explainJob", tag = "jobs", params(("job" = String, Path, description = "The job")),
     responses((status = 200, body = Explanation), (status = 404, body = ErrorBody)))]
-pub async fn job(State(app): State<Arc<App>>, caller: Caller, PathOf(job): PathOf<String>, query: QueryOf) -> Result<Json<Explanation>, ApiError> {
+pub async fn job(
+    State(app): State<Arc<App>>,
+    caller: Caller,
+    PathOf(job): PathOf<String>,
+    query: QueryOf,
+) -> Result<Json<Explanation>, ApiError> {
     query.only(&[])?;
     let id: JobId = job_id(&job)?;
     let (facts, progress) = app.job(&caller, id)?;

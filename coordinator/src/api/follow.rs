@@ -97,7 +97,14 @@ impl Sink {
             return self.out.send(Ok(bytes)).await.ok();
         }
         let stream = if stderr { "stderr" } else { "stdout" };
-        let piece = LogPiece { attempt: name.number, stream: stream.to_owned(), offset, base64: STANDARD.encode(&bytes), cursor: self.place.to_string(), end: false };
+        let piece = LogPiece {
+            attempt: name.number,
+            stream: stream.to_owned(),
+            offset,
+            base64: STANDARD.encode(&bytes),
+            cursor: self.place.to_string(),
+            end: false,
+        };
         self.line(&piece).await
     }
 
@@ -121,7 +128,14 @@ impl Sink {
 
     /// Says that this was all, where that can be said.
     async fn end(&self) -> Option<()> {
-        let piece = LogPiece { attempt: self.place.attempt, stream: String::new(), offset: 0, base64: String::new(), cursor: self.place.to_string(), end: true };
+        let piece = LogPiece {
+            attempt: self.place.attempt,
+            stream: String::new(),
+            offset: 0,
+            base64: String::new(),
+            cursor: self.place.to_string(),
+            end: true,
+        };
         if self.pieces { self.line(&piece).await } else { Some(()) }
     }
 
@@ -174,7 +188,14 @@ impl FollowTask {
     ///
     /// # Errors
     /// [`ApiError`] when live output or stored attempts can't be read.
-    pub async fn open(app: Arc<App>, (job, index): (JobId, u32), only: Option<u32>, wanted: Wanted, sink: Sink, permit: Permit) -> Result<Self, ApiError> {
+    pub async fn open(
+        app: Arc<App>,
+        (job, index): (JobId, u32),
+        only: Option<u32>,
+        wanted: Wanted,
+        sink: Sink,
+        permit: Permit,
+    ) -> Result<Self, ApiError> {
         let live = subscribe(&app, subjects::live(job, index)).await?;
         let ended = rows::attempts(app.handle.rows(), job, index)?;
         let last = ended.last().map_or(0, |(_, row)| row.end.name.number);

@@ -222,7 +222,10 @@ mod tests {
         let held = [TcpStream::connect(addr).await.expect("one"), TcpStream::connect(addr).await.expect("two")];
         tokio::time::sleep(Duration::from_millis(50)).await;
         let refused = ask(addr, "/").await;
-        assert!(refused.starts_with("HTTP/1.1 503") && refused.contains("\"retryable\":true") && refused.contains("2 connections"), "{refused}");
+        assert!(
+            refused.starts_with("HTTP/1.1 503") && refused.contains("\"retryable\":true") && refused.contains("2 connections"),
+            "{refused}"
+        );
         drop(held);
         tokio::time::sleep(Duration::from_millis(50)).await;
         assert!(ask(addr, "/").await.starts_with("HTTP/1.1 200"));

@@ -20,7 +20,9 @@ pub async fn answer(request: Request, next: Next) -> Response {
         Ok(response) => response,
         Err(panic) => {
             tracing::error!(%method, path, panic = said(&*panic), "a handler of the API panicked; this is a bug, please report it");
-            let message = format!("answering {method} {path} failed by a bug of the coordinator; its log has more. Other requests are not affected; please report it");
+            let message = format!(
+                "answering {method} {path} failed by a bug of the coordinator; its log has more. Other requests are not affected; please report it"
+            );
             ApiError::new(StatusCode::INTERNAL_SERVER_ERROR, "internal", message).into_response()
         }
     }
@@ -48,12 +50,16 @@ mod tests {
     #[tokio::test]
     async fn a_panic_is_an_answer_and_the_next_request_is_served() {
         let router = Router::new().route("/broken", get(broken)).route("/", get(async || "ok")).layer(axum::middleware::from_fn(answer));
-        let ask = async |path: &str| router.clone().oneshot(Request::get(path).body(Body::empty()).expect("a request")).await.expect("an answer");
+        let ask =
+            async |path: &str| router.clone().oneshot(Request::get(path).body(Body::empty()).expect("a request")).await.expect("an answer");
         let response = ask("/broken").await;
         assert_eq!(response.status(), 500);
         let body = axum::body::to_bytes(response.into_body(), 10_000).await.expect("a body");
         let body: ErrorBody = serde_json::from_slice(&body).expect("JSON");
-        assert!(body.code == "internal" && !body.retryable && body.message.contains("GET /broken") && !body.message.contains("on purpose"), "{body:?}");
+        assert!(
+            body.code == "internal" && !body.retryable && body.message.contains("GET /broken") && !body.message.contains("on purpose"),
+            "{body:?}"
+        );
         assert_eq!(ask("/").await.status(), 200);
     }
 }

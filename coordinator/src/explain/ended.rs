@@ -47,7 +47,9 @@ pub fn task(task: &EndedTask<'_>) -> Explanation {
             let what = row.end.message.as_deref().unwrap_or("no more is known");
             only(format!("the task failed in try {} on worker {}: {class}, {what}", cell.number, row.worker))
         }
-        (_, class, _) => only(format!("the task was {}", views::undecided(class, progress.reason.as_deref()).unwrap_or_else(|| "ended".to_owned()))),
+        (_, class, _) => {
+            only(format!("the task was {}", views::undecided(class, progress.reason.as_deref()).unwrap_or_else(|| "ended".to_owned())))
+        }
     };
     explanation.details = details(task, class);
     explanation.next = match class {
@@ -107,7 +109,9 @@ fn decided_by(task: &EndedTask<'_>, class: FailureClass) -> Option<String> {
         Verdict::Rule(place) => format!("$.task.retry.rules[{place}] says that this is not tried again"),
         Verdict::Class if rules == 0 => format!("{class} is not tried again unless a rule in $.task.retry.rules says so; there is none"),
         Verdict::Class => format!("{class} is not tried again, and none of the {rules} rules in $.task.retry.rules is about it"),
-        Verdict::Budget(budget) if class.is_infra() => format!("its {budget} tries for infra failures are used up ($.task.retry.infraAttempts)"),
+        Verdict::Budget(budget) if class.is_infra() => {
+            format!("its {budget} tries for infra failures are used up ($.task.retry.infraAttempts)")
+        }
         Verdict::Budget(budget) => format!("its {budget} tries are used up ($.task.retry.attempts)"),
         Verdict::Again(_) => "the job was being ended, so it was not tried again".to_owned(),
     })
@@ -120,8 +124,12 @@ fn next(job: JobId, index: u32, class: FailureClass, ran: bool) -> Vec<String> {
         FailureClass::Oom => Some("give it more memory ($.task.resources.memory) and submit again"),
         FailureClass::RunTimeout => Some("give it more time ($.task.timeouts.run) and submit again"),
         FailureClass::StartTimeout => Some("see why its inputs or its machine took so long; more time is $.task.timeouts.start"),
-        FailureClass::QueueTimeout => Some("start workers that can run it (`volley workers` lists those there are), or wait longer ($.task.timeouts.queue)"),
-        FailureClass::RestoreFailed | FailureClass::GuestLost | FailureClass::HostLost => Some("look at the worker's host and log (`volley workers`)"),
+        FailureClass::QueueTimeout => {
+            Some("start workers that can run it (`volley workers` lists those there are), or wait longer ($.task.timeouts.queue)")
+        }
+        FailureClass::RestoreFailed | FailureClass::GuestLost | FailureClass::HostLost => {
+            Some("look at the worker's host and log (`volley workers`)")
+        }
         FailureClass::InputMissing => Some("put the input where $.task.inputs says"),
         FailureClass::StorageFailed => Some("see that the bucket can be reached from the workers"),
         FailureClass::PolicyDenied => Some("change what the rule forbids, or ask an operator"),
@@ -162,11 +170,15 @@ pub fn job(id: JobId, facts: &Facts, progress: &Progress) -> Explanation {
         let count = facts.plan.tasks.saturating_sub(progress.next_fresh);
         explanation.details.push(format!("{count} of them were never given out, the first is task {} ({class})", progress.next_fresh));
     }
-    explanation.details.extend(progress.exit_code(facts.plan.tasks).map(|code| format!("exit code {code}; it is round {}", progress.round)));
+    explanation
+        .details
+        .extend(progress.exit_code(facts.plan.tasks).map(|code| format!("exit code {code}; it is round {}", progress.round)));
     if counts.succeeded == counts.total {
         explanation.next.push(format!("`volley results {id}` shows what came of it"));
     } else {
-        explanation.next.push(format!("`volley results {id} --failed` shows each task that did not succeed, `volley explain {id} TASK` says more of one"));
+        explanation.next.push(format!(
+            "`volley results {id} --failed` shows each task that did not succeed, `volley explain {id} TASK` says more of one"
+        ));
         explanation.next.push(format!("`volley rerun {id}` runs every task again that did not succeed"));
     }
     explanation
@@ -184,10 +196,20 @@ mod tests {
     use volley_jobspecs::wire::report::{AttemptEnd, Timing};
 
     fn facts(retry: &str) -> Facts {
-        let spec = format!(r#"{{"version":"volley/v1","name":"x","items":{{"count":9}},"task":{{"isolation":"process","command":"true","retry":{retry}}}}}"#);
+        let spec = format!(
+            r#"{{"version":"volley/v1","name":"x","items":{{"count":9}},"task":{{"isolation":"process","command":"true","retry":{retry}}}}}"#
+        );
         let job = parse_and_validate(spec.as_bytes(), &Features::all()).unwrap_or_else(|e| panic!("{e}"));
         let (tenant, plan) = (TenantId::new("t").unwrap(), volley_jobspecs::plan::plan(&job, 9));
-        Facts { tenant, principal: "p".into(), key: "k".into(), plan, spec: SpecRef::Inline(Vec::new().into()), trace: None, submitted_ms: 0 }
+        Facts {
+            tenant,
+            principal: "p".into(),
+            key: "k".into(),
+            plan,
+            spec: SpecRef::Inline(Vec::new().into()),
+            trace: None,
+            submitted_ms: 0,
+        }
     }
 
     fn row(number: u32, class: FailureClass, code: i32) -> (u64, AttemptRow) {
@@ -221,10 +243,12 @@ mod tests {
         assert_eq!(spent.details[0], "try 1 on worker w: exit_code, exit code 1; ran 60 ms");
         assert_eq!(spent.details[2], "its 2 tries are used up ($.task.retry.attempts)");
         assert!(spent.next.iter().any(|next| next.contains("volley rerun j1")), "{spent:?}");
-        let ruled = r#"{"attempts":9,"rules":[{"match":{"signals":["SIGKILL"]},"action":"retry"},{"match":{"exitCodes":[2]},"action":"fail"}]}"#;
+        let ruled =
+            r#"{"attempts":9,"rules":[{"match":{"signals":["SIGKILL"]},"action":"retry"},{"match":{"exitCodes":[2]},"action":"fail"}]}"#;
         let ruled = said(ruled, Phase::Failed, FailureClass::ExitCode, &tries, &progress);
         assert_eq!(ruled.details[2], "$.task.retry.rules[1] says that this is not tried again");
-        let class = said(r#"{"attempts":9}"#, Phase::Failed, FailureClass::InputMissing, &[row(1, FailureClass::InputMissing, 0)], &progress);
+        let class =
+            said(r#"{"attempts":9}"#, Phase::Failed, FailureClass::InputMissing, &[row(1, FailureClass::InputMissing, 0)], &progress);
         assert!(class.details[1].contains("not tried again unless a rule"), "{class:?}");
         let many: Vec<_> = (1..=9).map(|number| row(number, FailureClass::ExitCode, 1)).collect();
         assert!(said(r#"{"attempts":9}"#, Phase::Failed, FailureClass::ExitCode, &many, &progress).details[0].contains("4 earlier tries"));
@@ -241,11 +265,15 @@ mod tests {
             ended_ms: Some(1),
             ..Progress::default()
         };
-        let fresh = task(&EndedTask { job: JobId(1), index: 3, facts: &facts("{}"), progress: &progress, cell: Cell::FRESH, attempts: &[] });
+        let fresh =
+            task(&EndedTask { job: JobId(1), index: 3, facts: &facts("{}"), progress: &progress, cell: Cell::FRESH, attempts: &[] });
         assert_eq!(fresh.summary, format!("the task was given up with its job: {reason}"));
         assert!(fresh.details.contains(&"it was never with a worker".to_owned()) && fresh.next[0].contains("volley workers"), "{fresh:?}");
         let whole = job(JobId(1), &facts("{}"), &progress);
-        assert!(whole.summary.contains(reason) && whole.details.iter().any(|d| d == "9 tasks ended as queue_timeout, without a verdict"), "{whole:?}");
+        assert!(
+            whole.summary.contains(reason) && whole.details.iter().any(|d| d == "9 tasks ended as queue_timeout, without a verdict"),
+            "{whole:?}"
+        );
         assert!(whole.details.iter().any(|d| d.starts_with("exit code 3")), "{whole:?}");
     }
 }

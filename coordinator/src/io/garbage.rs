@@ -115,7 +115,9 @@ impl Collector {
             let page = self.store.list(keys::UPLOADS, after.as_deref(), LIST_LIMIT_MAX).await?;
             let old = page.objects.iter().filter(|object| object.modified_ms < before_ms);
             let old: Vec<_> = old.filter_map(|object| upload_of(&object.key)).collect();
-            let unknown = self.handle.read(move |state, _, _| old.into_iter().filter(|upload| !state.uploads.contains_key(upload)).collect::<Vec<_>>());
+            let unknown = self
+                .handle
+                .read(move |state, _, _| old.into_iter().filter(|upload| !state.uploads.contains_key(upload)).collect::<Vec<_>>());
             found.extend(unknown.await?);
             match page.next {
                 Some(next) => after = Some(next),

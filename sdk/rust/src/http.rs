@@ -172,11 +172,7 @@ impl Answer {
         };
         let body = serde_json::from_slice(&bytes).unwrap_or_else(|_| ErrorBody {
             code: format!("http_{}", status.as_u16()),
-            message: format!(
-                "{} answered {status} to the request to {}; is that a Volley coordinator?",
-                shown(&self.endpoint),
-                self.doing
-            ),
+            message: format!("{} answered {status} to the request to {}; is that a Volley coordinator?", shown(&self.endpoint), self.doing),
             // What stands between: a proxy that is overloaded or has no coordinator behind it just now.
             retryable: matches!(status.as_u16(), 429 | 502 | 503 | 504),
             problems: Vec::new(),
@@ -243,9 +239,7 @@ impl Client {
             request = request.header(CONTENT_TYPE, kind).body(body);
         }
         let sent = match head_max {
-            Some(head_max) => {
-                tokio::time::timeout(head_max, request.send()).await.map_err(|_| silent(endpoint, &call.doing, head_max))?
-            }
+            Some(head_max) => tokio::time::timeout(head_max, request.send()).await.map_err(|_| silent(endpoint, &call.doing, head_max))?,
             None => request.send().await,
         };
         let response = sent.map_err(|error| failed(error, endpoint, &call.doing))?;
@@ -272,11 +266,7 @@ impl Client {
     }
 
     /// Tries again what may succeed later, within the budget.
-    pub(crate) async fn retry<T, F: Future<Output = Result<T, Error>>>(
-        &self,
-        repeat: Repeat,
-        work: impl FnMut() -> F,
-    ) -> Result<T, Error> {
+    pub(crate) async fn retry<T, F: Future<Output = Result<T, Error>>>(&self, repeat: Repeat, work: impl FnMut() -> F) -> Result<T, Error> {
         work.retry(self.backoff())
             .when(|error| is_worth_waiting(error) && (repeat == Repeat::Always || error.is_undone()))
             .notify(|error, wait| self.tell(error, wait))

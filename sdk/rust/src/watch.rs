@@ -98,7 +98,8 @@ impl Watch {
 
     async fn step(&mut self) -> Result<Option<EventView>, Error> {
         let Some((lines, reader)) = &mut self.lines else {
-            let mut call = Call::get(&["jobs", &self.job.to_string(), "events"], format!("watch {}", self.job)).query("tasks", !self.without_tasks);
+            let mut call =
+                Call::get(&["jobs", &self.job.to_string(), "events"], format!("watch {}", self.job)).query("tasks", !self.without_tasks);
             if let Some(last) = self.last {
                 call = call.header("last-event-id", last);
             }

@@ -105,12 +105,8 @@ fn line(row: &ResultRow) -> String {
     let class = row.class.map(|class| class.as_str()).unwrap_or_default();
     let code = row.code.map(|code| code.to_string()).unwrap_or_default();
     let (state, ran) = (word(&row.state), units::time(u64::from(row.run_ms)));
-    let line = format!(
-        "{:<8} {state:<10} {class:<14} {code:>5} {:>5} {ran:>7}  {}",
-        row.index,
-        row.attempts,
-        clean::line(&text, TEXT_CHARS)
-    );
+    let line =
+        format!("{:<8} {state:<10} {class:<14} {code:>5} {:>5} {ran:>7}  {}", row.index, row.attempts, clean::line(&text, TEXT_CHARS));
     line.trim_end().to_owned() + "\n"
 }
 

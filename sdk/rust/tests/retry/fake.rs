@@ -31,8 +31,7 @@ impl Request {
     }
 
     pub fn header(&self, name: &str) -> Option<String> {
-        let find =
-            |line: &str| line.split_once(": ").filter(|(key, _)| key.eq_ignore_ascii_case(name)).map(|(_, value)| value.to_owned());
+        let find = |line: &str| line.split_once(": ").filter(|(key, _)| key.eq_ignore_ascii_case(name)).map(|(_, value)| value.to_owned());
         self.head.lines().find_map(find)
     }
 }
@@ -134,10 +133,7 @@ pub fn cut_off(parts: &[&str]) -> Reply {
 
 pub fn json(status: u16, sequence: u64, value: &Value) -> Reply {
     let body = value.to_string();
-    let head = format!(
-        "HTTP/1.1 {status} S\r\ncontent-length: {}\r\nvolley-sequence: {sequence}\r\nconnection: close\r\n\r\n",
-        body.len()
-    );
+    let head = format!("HTTP/1.1 {status} S\r\ncontent-length: {}\r\nvolley-sequence: {sequence}\r\nconnection: close\r\n\r\n", body.len());
     Reply::Bytes((head + &body).into_bytes())
 }
 

@@ -77,7 +77,10 @@ async fn a_followed_task_goes_on_behind_the_last_piece_over_silence_and_breaks()
     assert_eq!(missed, [0, 0, 0, 10, 0]);
     let targets: Vec<String> = fake.requests().iter().map(fake::Request::target).collect();
     assert!(targets[0].ends_with("logs?follow=true&form=pieces"), "{targets:?}");
-    assert!(targets[1].ends_with("&after=1.5.0") && targets[2].ends_with("&after=1.5.0") && targets[3].ends_with("&after=1.6.0"), "{targets:?}");
+    assert!(
+        targets[1].ends_with("&after=1.5.0") && targets[2].ends_with("&after=1.5.0") && targets[3].ends_with("&after=1.6.0"),
+        "{targets:?}"
+    );
 }
 
 #[tokio::test]

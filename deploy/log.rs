@@ -1,6 +1,6 @@
 //! `volley log`: the log as JSON for people, and passing over a record.
 //!
-//! Owns finding the NATS of a `volley up`, and printing. Does not own what a line says (`coordinator/src/show.rs`).
+//! Owns finding the NATS of a `volley up`, or starting it where that ended at a record it can't apply, and printing. Does not own what a line says (`coordinator/src/show.rs`).
 
 use std::io::Write as _;
 
@@ -10,18 +10,32 @@ use volley_coordinator::io::log::Log;
 use volley_coordinator::show;
 use volley_jobspecs::ids::JobId;
 
-use crate::embedded;
+use crate::embedded::{self, Nats, Secrets};
 use crate::serve::{self, Ended, line};
 
 /// Carries it out.
 pub async fn log(args: LogArgs) -> Ended {
-    let config: NatsConfig = match &args.dir {
-        Some(dir) => embedded::running(dir)?,
-        None => serve::nats(args.nats)?,
+    let (config, own) = match &args.dir {
+        None => (serve::nats(args.nats)?, None),
+        Some(dir) => match embedded::running(dir)? {
+            Some(config) => (config, None),
+            None => {
+                let nats = Nats::start(dir, &Secrets::open(dir)?).await?;
+                (nats.config.clone(), Some(nats))
+            }
+        },
     };
-    let client = serve::connect(&config, "log").await?;
+    let done = carry_out(&config, args.verb).await;
+    if let Some(nats) = own {
+        nats.stop().await;
+    }
+    done
+}
+
+async fn carry_out(config: &NatsConfig, verb: LogVerb) -> Ended {
+    let client = serve::connect(config, "log").await?;
     let log = Log::existing(client).await.map_err(line)?;
-    match args.verb {
+    match verb {
         LogVerb::Show { from, limit, job, follow } => show(&log, from, limit, job, follow).await,
         LogVerb::Skip { sequence } => skip(&log, sequence).await,
     }

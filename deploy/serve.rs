@@ -84,6 +84,7 @@ pub async fn coordinator(args: CoordinatorArgs) -> Ended {
         name: args.name.unwrap_or_else(host_name),
         replicas: args.replicas,
         listen: args.listen,
+        local_metrics: args.local_metrics,
         bootstrap_token: token,
         ..CoordinatorConfig::new(nats(args.nats)?, args.data_dir, store(args.store))
     };

@@ -61,7 +61,8 @@ pub async fn up(args: UpArgs, spawner: Option<Spawner>) -> Ended {
         ended = worker => ended,
         ended = &mut join => Err(match ended {
             Ok(Ok(())) => "the coordinator ended".to_owned(),
-            Ok(Err(error)) => line(error),
+            // NATS ends with us: only by the directory can it be found again.
+            Ok(Err(error)) => line(error).replace("`volley log skip", &format!("`volley log --dir {} skip", dir.display())),
             Err(error) => format!("the coordinator panicked: {error}"),
         }),
         why = nats.ended() => Err(why),
@@ -91,8 +92,13 @@ fn make_dir(args: &UpArgs) -> Result<PathBuf, String> {
     let dir = std::fs::canonicalize(&dir).map_err(|e| format!("{}: {e}", dir.display()))?;
     let mode = std::fs::Permissions::from_mode(0o711);
     std::fs::set_permissions(&dir, mode).map_err(|e| format!("{}: {e}", dir.display()))?;
-    if root && let Some(closed) = dir.ancestors().skip(1).find(|d| std::fs::metadata(d).is_ok_and(|m| m.permissions().mode() & 0o001 == 0)) {
-        return Err(format!("tasks run as nobody, who can't pass through {} to {}; choose another place with --dir", closed.display(), dir.display()));
+    if root && let Some(closed) = dir.ancestors().skip(1).find(|d| std::fs::metadata(d).is_ok_and(|m| m.permissions().mode() & 0o001 == 0))
+    {
+        return Err(format!(
+            "tasks run as nobody, who can't pass through {} to {}; choose another place with --dir",
+            closed.display(),
+            dir.display()
+        ));
     }
     for private in ["s3", "coordinator", "nats"] {
         make_private_dir(&dir.join(private))?;

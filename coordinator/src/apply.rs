@@ -93,6 +93,7 @@ fn apply_decided(state: &mut State, sequence: u64, decided: &Decided, fx: &mut E
             // Compared by `core`, which remembers the hashes of its own states.
             Decision::Digest { .. } => {}
             Decision::Checkpointed { sequence } => checkpoint::made(&mut state.head, *sequence),
+            Decision::UploadFound { tenant, id, jobs } => uploads::found(state, tenant, id, jobs, fx),
             Decision::UploadGone { tenant, id } => uploads::gone(state, tenant, id, fx),
             Decision::Quarantine { worker, incarnation, until_ms } => {
                 if let Some(found) = state.workers.get_mut(worker).filter(|w| w.incarnation == *incarnation) {

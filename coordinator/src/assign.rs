@@ -10,7 +10,7 @@ use crate::state::effects::Effects;
 use crate::state::job::{Job, OpenAttempt};
 use crate::state::task::{PAGE_TASKS, Phase};
 use crate::state::worker::{self, BUNDLES_PER_SLOT, Bundle};
-use crate::state::State;
+use crate::state::{State, count_bundles};
 use crate::timers;
 
 /// Assignments of one decision; their places, and so the ids of their bundles, begin behind those of earlier decisions of the record.
@@ -34,13 +34,14 @@ fn open(state: &mut State, id: BundleId, assignment: &Assignment, fx: &mut Effec
     let (Some(worker), Some(job)) = (state.workers.get_mut(&assignment.worker), state.jobs.get_mut(&assignment.job)) else { return };
     let needs = job.facts.plan.needs.clone();
     job.bundles += 1;
+    count_bundles(&mut state.tenant_bundles, &job.facts.tenant, 1, true);
     job.progress.started_ms.get_or_insert(state.head.now_ms);
     timers::watch_queue(job, &state.head, &mut state.timers);
     worker.promised.add(&needs);
     worker.bundles.insert(id, Bundle { job: job.id, tasks: taken, left: count, assigned_ms: state.head.now_ms, needs });
     fx.touched_jobs.insert(job.id);
     fx.workers.insert(assignment.worker.clone());
-    fx.opened.push((assignment.worker.clone(), id));
+    fx.opened.push((assignment.worker.clone(), id, job.id));
 }
 
 /// May a bundle of this job be opened on this worker now?
@@ -48,14 +49,13 @@ fn allowed(state: &State, assignment: &Assignment) -> bool {
     let (Some(worker), Some(job)) = (state.workers.get(&assignment.worker), state.jobs.get(&assignment.job)) else { return false };
     let plan = &job.facts.plan;
     let tenant_max = state.tenants.get(&job.facts.tenant).and_then(|t| t.policy.concurrency);
-    let tenant_has = || state.jobs.values().filter(|j| j.facts.tenant == job.facts.tenant).map(|j| j.bundles).sum::<u32>();
     worker.incarnation == assignment.incarnation
         && worker::takes_more(worker, state.head.now_ms)
         && worker::unfit(&worker.info, &plan.needs).is_empty()
         && worker.promised.fits(&plan.needs, &worker.info, BUNDLES_PER_SLOT)
         && job.startable()
         && plan.concurrency.is_none_or(|max| job.bundles < max)
-        && tenant_max.is_none_or(|max| tenant_has() < max)
+        && tenant_max.is_none_or(|max| state.bundles_of(&job.facts.tenant) < max)
 }
 
 /// Opens an attempt for every task of the assignment that still waits. Returns them as runs.
@@ -114,7 +114,8 @@ pub fn close(state: &mut State, worker: &WorkerId, job: JobId, index: u32, fx: &
         holder.promised.remove(&bundle.needs);
         holder.bundles.remove(&id);
         found.bundles -= 1;
-        fx.closed.push((worker.clone(), id));
+        count_bundles(&mut state.tenant_bundles, &found.facts.tenant, 1, false);
+        fx.closed.push((worker.clone(), id, job));
     }
     fx.touched_pages.insert((job, index / PAGE_TASKS));
     fx.touched_jobs.insert(job);

@@ -13,8 +13,11 @@ use volley_jobspecs::validate::Features;
 use volley_store::StoreConfig;
 
 use crate::api::auth::{BOOTSTRAP_ID, TOKEN_PREFIX};
+use crate::api::listen::Limits;
+use crate::api::streams::KEEP_ALIVE;
 use crate::api::uploads::UPLOAD_BYTES_MAX;
 use crate::checkpoint::Every;
+use crate::garbage::Collect;
 use crate::io::bus::NatsConfig;
 use crate::leader::Tuning;
 
@@ -50,10 +53,18 @@ pub struct CoordinatorConfig {
     pub items_buckets: Vec<String>,
     /// Largest upload, in bytes.
     pub upload_bytes_max: u64,
+    /// May whoever is on this host read the metrics without a token? Tasks on it can, too. Deny by default.
+    pub local_metrics: bool,
+    /// What the API's listener allows.
+    pub limits: Limits,
+    /// After this much silence a stream of the API says that it lives.
+    pub keep_alive: Duration,
     /// How long NATS may be away at the start.
     pub start_patience: Duration,
     /// When checkpoints are made.
     pub checkpoints: Every,
+    /// When garbage is collected.
+    pub collect: Collect,
     /// Tuning that tests shorten.
     pub tuning: Tuning,
 }
@@ -102,8 +113,12 @@ impl CoordinatorConfig {
             features: Features::with_isolation(&[Isolation::Null, Isolation::Process]),
             items_buckets: Vec::new(),
             upload_bytes_max: UPLOAD_BYTES_MAX,
+            local_metrics: false,
+            limits: Limits::default(),
+            keep_alive: KEEP_ALIVE,
             start_patience: START_PATIENCE,
             checkpoints: Every::default(),
+            collect: Collect::default(),
             tuning: Tuning::default(),
         }
     }

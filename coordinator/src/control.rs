@@ -3,6 +3,7 @@
 //! Owns what each verb may be asked of. Each is one record whatever the number of tasks. Does not own who may ask: the API checked that.
 
 use volley_jobspecs::ids::{JobId, TenantId};
+use volley_jobspecs::wire::LEVEL_ROUNDS;
 use volley_jobspecs::wire::record::{Control, Verb};
 
 use crate::state::effects::{Answer, Effects, Refusal};
@@ -21,7 +22,7 @@ pub fn control(state: &mut State, sequence: u64, control: &Control, fx: &mut Eff
         Verb::Cancel { job, stop_running, reason } => cancel(state, sequence, tenant, *job, *stop_running, reason, fx),
         Verb::Pause { job } => pause(state, tenant, *job, true),
         Verb::Resume { job } => pause(state, tenant, *job, false),
-        Verb::Rerun { job } => rerun(state, tenant, *job),
+        Verb::Rerun { job } => rerun(state, sequence, tenant, *job),
         Verb::Remove { job } => remove(state, tenant, *job),
         Verb::Drain { worker, on } => match state.workers.get_mut(worker) {
             Some(found) => {
@@ -82,8 +83,12 @@ fn pause(state: &mut State, tenant: &TenantId, id: JobId, on: bool) -> Result<()
 }
 
 /// Opens a new round for every ended task without success: numbers go on, budgets start afresh, successes stay.
-fn rerun(state: &mut State, tenant: &TenantId, id: JobId) -> Result<(), Refusal> {
+fn rerun(state: &mut State, sequence: u64, tenant: &TenantId, id: JobId) -> Result<(), Refusal> {
     may(state, tenant, id)?;
+    // Its objects go, and with them what would run again.
+    if state.head.level >= LEVEL_ROUNDS && state.head.forget.contains(&id) {
+        return Err(Refusal::Removed(id));
+    }
     let Some(job) = state.jobs.get_mut(&id) else { return Err(Refusal::NoJob(id)) };
     let mut again: Vec<u32> = Vec::new();
     for (number, page) in &job.pages {
@@ -116,6 +121,9 @@ fn rerun(state: &mut State, tenant: &TenantId, id: JobId) -> Result<(), Refusal>
     state.head.sweep.remove(&id);
     state.head.forget.remove(&id);
     job.progress.round += 1;
+    if state.head.level >= LEVEL_ROUNDS {
+        job.progress.opened = Some(sequence);
+    }
     job.progress.ending = None;
     job.progress.reason = None;
     job.progress.ended_ms = None;

@@ -31,7 +31,7 @@ pub enum CoreError {
     #[error(transparent)]
     Apply(#[from] ApplyError),
     /// A record can't be read.
-    #[error("record {sequence}: {source} To pass over it: `volley log skip {sequence}`")]
+    #[error("record {sequence} can't be read: {source}. Nothing of it is applied; install a build that knows it. To pass over it, and so lose what it says: `volley log skip {sequence}`, then restart every coordinator")]
     Record {
         /// Which.
         sequence: u64,
@@ -134,7 +134,14 @@ impl Core {
                 self.state.head.skipped.insert(*sequence);
                 continue;
             }
-            let record: Record = wire::decode("record", bytes).map_err(|source| CoreError::Record { sequence: *sequence, source })?;
+            let record: Record = match wire::decode("record", bytes) {
+                Ok(record) => record,
+                Err(source) => {
+                    // What came before it is whole.
+                    self.store(rows, &mut fx, &mut all)?;
+                    return Err(CoreError::Record { sequence: *sequence, source });
+                }
+            };
             if let Some((job, settled)) = apply::needs(&record) {
                 // What is loaded must not be older than what is still to be stored.
                 self.store(rows, &mut fx, &mut all)?;

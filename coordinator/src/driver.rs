@@ -18,6 +18,7 @@ use volley_jobspecs::wire::record::{Decided, Decision, Record, Trailing};
 use volley_jobspecs::wire::work::{Beat, JobForWorker, WorkAnswer};
 use volley_jobspecs::wire::{self};
 
+use crate::api::panics;
 use crate::apply::ApplyError;
 use crate::core::{Core, CoreError};
 use crate::io::lease;
@@ -303,7 +304,7 @@ impl Driver {
         let (core, rows) = (&mut self.core, &self.parts.rows);
         // The core is not used again after a panic: the coordinator stops and says which record it was.
         let applied = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| core.apply(rows, batch)));
-        let effects = applied.unwrap_or_else(|panic| Err(CoreError::Panicked { sequence: self.core.applying(), what: said(&*panic) }))?;
+        let effects = applied.unwrap_or_else(|panic| Err(CoreError::Panicked { sequence: self.core.applying(), what: panics::said(&*panic) }))?;
         self.parts.metrics.applied(batch.len(), started.elapsed(), &effects);
         let head = &self.core.state().head;
         if !self.leading && self.lead_sent.is_some() && head.leader == self.parts.name {
@@ -329,7 +330,9 @@ impl Driver {
             let sequence = self.core.state().head.sequence;
             for job in fx.jobs {
                 let ended = fx.results.iter().filter(|(id, ..)| *id == job).map(|(_, _, _, entry)| *entry).collect();
-                _ = self.events.send(Event { sequence, job, ended });
+                // A job that is not in memory has ended.
+                let over = self.core.state().job(job).is_none_or(|job| job.progress.ended_ms.is_some());
+                _ = self.events.send(Event { sequence, job, ended, over });
             }
         }
     }
@@ -475,11 +478,6 @@ impl Driver {
             _ = inputs.send(Input::Published { refused }).await;
         });
     }
-}
-
-fn said(panic: &(dyn std::any::Any + Send)) -> String {
-    let text = panic.downcast_ref::<String>().cloned().or_else(|| panic.downcast_ref::<&str>().map(|text| (*text).to_owned()));
-    text.unwrap_or_else(|| "it said nothing".to_owned())
 }
 
 fn is_ours(bytes: &[u8], term: volley_jobspecs::ids::Term, round: u64) -> bool {

@@ -1,7 +1,9 @@
 //! Why a task does not run.
 //!
 //! Owns the reasons: what of the job, of the task, and of each worker stands in the way. Pure, and with the same judgements as
-//! `place` makes. Does not own placing.
+//! `place` makes. Does not own placing, or what has ended (`ended`).
+
+pub mod ended;
 
 use std::collections::BTreeMap;
 
@@ -28,7 +30,7 @@ pub struct Heard {
 #[must_use]
 pub fn explain(state: &State, id: JobId, index: u32, heard: &Heard) -> Explanation {
     let Some(job) = state.jobs.get(&id) else {
-        return only("the job has ended: nothing of it runs any more".to_owned());
+        return only("it ended in this moment; ask again".to_owned());
     };
     let cell = job.cell(index);
     match settled(state, job, index, cell) {
@@ -37,8 +39,25 @@ pub fn explain(state: &State, id: JobId, index: u32, heard: &Heard) -> Explanati
     }
 }
 
+/// Explains a job in memory that has not ended.
+#[must_use]
+pub fn explain_job(state: &State, id: JobId, heard: &Heard) -> Explanation {
+    let Some(job) = state.jobs.get(&id) else {
+        return only("it ended in this moment; ask again".to_owned());
+    };
+    let counts = job.counts();
+    let mut explanation = if job.waiting() > 0 {
+        waiting(state, job, heard)
+    } else {
+        only("nothing of the job waits for a worker".to_owned())
+    };
+    let places = [(counts.waiting, "wait for a worker"), (counts.running, "are with workers"), (counts.backoff, "wait for their next try")];
+    explanation.details.extend(places.into_iter().filter(|(count, _)| *count > 0).map(|(count, what)| format!("{count} of {} tasks {what}", counts.total)));
+    explanation
+}
+
 fn only(summary: String) -> Explanation {
-    Explanation { summary, workers: Vec::new() }
+    Explanation { summary, details: Vec::new(), next: Vec::new(), workers: Vec::new() }
 }
 
 /// What is to say when the task doesn't wait for a worker.
@@ -46,7 +65,7 @@ fn settled(state: &State, job: &Job, index: u32, cell: Option<Cell>) -> Option<S
     let Some(cell) = cell else { return Some("the task has ended".to_owned()) };
     match cell.phase {
         Phase::Succeeded => Some("the task has succeeded".to_owned()),
-        Phase::Failed => Some(format!("the task has failed ({}) and its budget is used up", cell.class().map_or("unknown", |c| c.as_str()))),
+        Phase::Failed => Some(format!("the task has failed ({})", cell.class().map_or("unknown", |c| c.as_str()))),
         Phase::Cancelled => Some("the task was cancelled".to_owned()),
         Phase::Open => {
             let place = state.holder(job, index).map_or_else(String::new, |(worker, _)| format!(" with worker {worker}"));
@@ -76,7 +95,7 @@ fn waiting(state: &State, job: &Job, heard: &Heard) -> Explanation {
     };
     let workers: Vec<_> = state.workers.iter().map(|(name, worker)| explained(name, worker)).collect();
     let summary = of_job(state, job).unwrap_or_else(|| of_workers(job, state, &workers));
-    Explanation { summary, workers }
+    Explanation { summary, workers, ..only(String::new()) }
 }
 
 /// What of the job itself holds its tasks back.
@@ -93,8 +112,7 @@ fn of_job(state: &State, job: &Job) -> Option<String> {
     }
     let policy = state.tenants.get(&job.facts.tenant).map(|tenant| &tenant.policy);
     if let Some(max) = policy.and_then(|policy| policy.concurrency) {
-        let open: u32 = state.jobs.values().filter(|other| other.facts.tenant == job.facts.tenant).map(|other| other.bundles).sum();
-        if open >= max {
+        if state.bundles_of(&job.facts.tenant) >= max {
             return Some(format!("tenant {} runs as much at once as it may ({max}); an operator can raise it", job.facts.tenant));
         }
     }

@@ -9,7 +9,7 @@ use volley_jobspecs::wire::record::Trailing;
 use crate::state::effects::{Effects, ResultEntry};
 use crate::state::job::{EndCause, Facts, Progress};
 use crate::state::task::{PAGE_TASKS, Phase};
-use crate::state::{Head, State, Timer};
+use crate::state::{Head, State, Timer, count_bundles};
 use crate::{timers, uploads};
 
 /// Ends the job if every task has ended.
@@ -89,7 +89,9 @@ pub fn done(state: &mut State, id: JobId, what: Trailing, fx: &mut Effects) {
         Trailing::Objects => {
             state.head.sweep.remove(&id);
             if state.head.forget.remove(&id) {
-                state.jobs.remove(&id);
+                if let Some(job) = state.jobs.remove(&id) {
+                    count_bundles(&mut state.tenant_bundles, &job.facts.tenant, job.bundles, false);
+                }
                 fx.forgotten.insert(id);
                 uploads::forgotten(state, id, fx);
             }

@@ -13,6 +13,7 @@ use crate::place::{self, Scheduler};
 use crate::send::{self, Link};
 use crate::state::State;
 use crate::state::effects::Effects;
+use crate::state::job::Job;
 use crate::timers;
 
 /// Silence after which a worker is lost, in milliseconds (DESIGN §5): five beats.
@@ -96,12 +97,17 @@ pub struct Leader {
     place_again: bool,
     next_rate_round_ms: u64,
     doing: BTreeSet<(JobId, Trailing)>,
+    /// Jobs whose manifest is to be written. Follows from the state, as the next; kept so that no event costs a walk over all jobs.
+    manifests: BTreeSet<JobId>,
+    /// Workers that hold bundles of a job, and how many each.
+    holders: BTreeMap<JobId, BTreeMap<WorkerId, u32>>,
 }
 
 impl Leader {
     /// Takes office. `wall_ms` since 1970, `now_ms` monotonic. The state has applied everything up to our Lead record.
     #[must_use]
     pub fn new(state: &State, wall_ms: u64, now_ms: u64, tuning: Tuning) -> Self {
+        let (manifests, holders) = (manifests(state), holders(state));
         let links = state.workers.iter().map(|(name, worker)| (name.clone(), Link::new(worker.incarnation, now_ms))).collect();
         Self {
             term: state.head.term,
@@ -120,6 +126,8 @@ impl Leader {
             place_again: true,
             next_rate_round_ms: now_ms,
             doing: BTreeSet::new(),
+            manifests,
+            holders,
         }
     }
 
@@ -169,17 +177,23 @@ impl Leader {
                 Some(_) => {}
             }
         }
-        for (name, id) in &fx.opened {
+        for (name, id, job) in &fx.opened {
+            *self.holders.entry(*job).or_default().entry(name.clone()).or_insert(0) += 1;
             if let (Some(link), Some(worker)) = (self.links.get_mut(name), state.workers.get(name)) {
                 link.opened(state, *id, worker);
             }
         }
-        for (name, id) in &fx.closed {
+        for (name, id, job) in &fx.closed {
+            self.let_go(*job, name);
             if let Some(link) = self.links.get_mut(name) {
                 link.closed(*id);
             }
         }
         for id in &fx.jobs {
+            match state.jobs.get(id).is_some_and(wants_manifest) {
+                true => _ = self.manifests.insert(*id),
+                false => _ = self.manifests.remove(id),
+            }
             match state.jobs.get(id) {
                 Some(job) if send::wants_ends(job) => self.tell_ends(state, *id),
                 Some(_) => {}
@@ -190,12 +204,44 @@ impl Leader {
             let jobs: BTreeSet<JobId> = state.workers.get(name).map(|w| w.bundles.values().map(|b| b.job).collect()).unwrap_or_default();
             jobs.iter().for_each(|job| self.tell_ends(state, *job));
         }
+        for id in &fx.forgotten {
+            self.manifests.remove(id);
+            self.holders.remove(id);
+        }
         self.place_again |= !fx.is_empty();
+    }
+
+    /// A worker holds one bundle of a job less.
+    fn let_go(&mut self, job: JobId, name: &WorkerId) {
+        let Some(of_job) = self.holders.get_mut(&job) else { return };
+        if let Some(count) = of_job.get_mut(name) {
+            *count = count.saturating_sub(1);
+            if *count == 0 {
+                of_job.remove(name);
+            }
+        }
+        if of_job.is_empty() {
+            self.holders.remove(&job);
+        }
+    }
+
+    /// What it has noted of the state and is not so, in words; for tests, as it walks everything.
+    #[must_use]
+    pub fn broken(&self, state: &State) -> Vec<String> {
+        let mut broken = Vec::new();
+        if self.manifests != manifests(state) {
+            broken.push(format!("the leader has manifests of {:?} to write, the state of {:?}", self.manifests, manifests(state)));
+        }
+        if self.holders != holders(state) {
+            broken.push(format!("the leader takes {:?} for holders, in the state they are {:?}", self.holders, holders(state)));
+        }
+        broken
     }
 
     fn tell_ends(&mut self, state: &State, id: JobId) {
         let Some(job) = state.jobs.get(&id) else { return };
-        for name in send::holders(state, id) {
+        let names: Vec<WorkerId> = self.holders.get(&id).map(|names| names.keys().cloned().collect()).unwrap_or_default();
+        for name in names {
             if let (Some(link), Some(worker)) = (self.links.get_mut(&name), state.workers.get(&name)) {
                 link.tell_ends(job, worker);
             }
@@ -381,9 +427,12 @@ impl Leader {
     }
 
     fn trail(&mut self, state: &State, actions: &mut Vec<Action>) {
-        let manifests = state.jobs.values().filter(|j| j.progress.trailing.contains(&Trailing::Manifest)).map(|j| (j.id, Trailing::Manifest));
-        let sweeps = state.head.sweep.iter().map(|id| (*id, Trailing::FailedObjects));
-        let forgets = state.head.forget.iter().map(|id| (*id, Trailing::Objects));
+        // A job's objects go once nothing writes any more: no attempt of it is with a worker, and nothing else of it is under way here.
+        let forget = &state.head.forget;
+        let manifests = self.manifests.iter().filter(|id| !forget.contains(id)).map(|id| (*id, Trailing::Manifest));
+        let sweeps = state.head.sweep.iter().filter(|id| !forget.contains(id)).map(|id| (*id, Trailing::FailedObjects));
+        let quiet = |id: &&JobId| !self.holders.contains_key(*id) && !self.doing.iter().any(|(job, what)| job == *id && *what != Trailing::Objects);
+        let forgets = forget.iter().filter(quiet).map(|id| (*id, Trailing::Objects));
         let wanted: Vec<(JobId, Trailing)> = manifests.chain(sweeps).chain(forgets).collect();
         for (job, what) in wanted {
             let decided = self.pending.iter().any(|d| matches!(d, Decision::Done { job: j, what: w } if *j == job && *w == what));
@@ -392,4 +441,22 @@ impl Leader {
             }
         }
     }
+}
+
+fn wants_manifest(job: &Job) -> bool {
+    job.progress.trailing.contains(&Trailing::Manifest)
+}
+
+fn manifests(state: &State) -> BTreeSet<JobId> {
+    state.jobs.values().filter(|job| wants_manifest(job)).map(|job| job.id).collect()
+}
+
+fn holders(state: &State) -> BTreeMap<JobId, BTreeMap<WorkerId, u32>> {
+    let mut holders: BTreeMap<JobId, BTreeMap<WorkerId, u32>> = BTreeMap::new();
+    for (name, worker) in &state.workers {
+        for bundle in worker.bundles.values() {
+            *holders.entry(bundle.job).or_default().entry(name.clone()).or_insert(0) += 1;
+        }
+    }
+    holders
 }

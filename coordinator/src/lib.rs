@@ -14,6 +14,7 @@ pub mod core;
 pub mod driver;
 pub mod explain;
 pub mod finish;
+pub mod garbage;
 pub mod io;
 pub mod items;
 pub mod leader;

@@ -8,14 +8,39 @@ use volley_jobspecs::wire::plan::{Retry, RetryRule};
 
 use crate::state::task::Cell;
 
+/// What decides about a failure.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Verdict {
+    /// There is another try; the count of failures of this kind before this one.
+    Again(u16),
+    /// The rule at this place says that there is none.
+    Rule(usize),
+    /// No rule is about it, and its class is not tried again by itself.
+    Class,
+    /// The budget of this many is used up.
+    Budget(u16),
+}
+
+/// Is there another try? `cell` is the task before this failure is counted.
+#[must_use]
+pub fn verdict(policy: &Retry, cell: &Cell, class: FailureClass, code: Option<i32>) -> Verdict {
+    let rule = policy.rules.iter().position(|rule| matches(rule, class, code));
+    let (used, budget) = if class.is_infra() { (cell.infra, policy.infra_attempts) } else { (cell.failures, policy.attempts) };
+    match rule {
+        Some(place) if !policy.rules[place].retry => Verdict::Rule(place),
+        None if !class.retry_by_default() => Verdict::Class,
+        Some(_) | None if used.saturating_add(1) >= budget => Verdict::Budget(budget),
+        Some(_) | None => Verdict::Again(used),
+    }
+}
+
 /// How long until the next try, in milliseconds; `None`: there is none. `cell` is the task before this failure is counted.
 #[must_use]
 pub fn decide(policy: &Retry, job: JobId, index: u32, cell: &Cell, class: FailureClass, code: Option<i32>) -> Option<u64> {
-    let rule = policy.rules.iter().find(|rule| matches(rule, class, code));
-    let wanted = rule.map_or_else(|| class.retry_by_default(), |rule| rule.retry);
-    let (used, budget) = if class.is_infra() { (cell.infra, policy.infra_attempts) } else { (cell.failures, policy.attempts) };
-    let left = used.saturating_add(1) < budget;
-    (wanted && left).then(|| policy.backoff.delay_ms(u32::from(used) + 1, job, index, u32::from(cell.number)))
+    match verdict(policy, cell, class, code) {
+        Verdict::Again(used) => Some(policy.backoff.delay_ms(u32::from(used) + 1, job, index, u32::from(cell.number))),
+        Verdict::Rule(_) | Verdict::Class | Verdict::Budget(_) => None,
+    }
 }
 
 fn matches(rule: &RetryRule, class: FailureClass, code: Option<i32>) -> bool {

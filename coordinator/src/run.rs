@@ -21,11 +21,12 @@ use volley_store::{EnsureBucketError, GetError, ProbeError, PutError, Store};
 
 use crate::api::auth::secret_hash;
 use crate::api::streams::Streams;
-use crate::api::{self, App};
+use crate::api::{self, App, listen};
 use crate::config::{ConfigError, CoordinatorConfig};
 use crate::driver::{self, DriverError, Handle, Parts};
 use crate::io::bus::{self, ConnectError};
 use crate::io::checkpoint::Keeper;
+use crate::io::garbage::Collector;
 use crate::io::levels::Levels;
 use crate::io::log::{Log, LogError};
 use crate::io::objects::Objects;
@@ -126,9 +127,6 @@ pub enum RunError {
     /// The driver ended.
     #[error("{0}")]
     Driver(#[from] DriverError),
-    /// The API ended.
-    #[error("the API stopped: {0}")]
-    Api(std::io::Error),
     /// A part panicked.
     #[error("a part of the coordinator panicked: {0}")]
     Panicked(String),
@@ -171,8 +169,9 @@ struct Ground {
 /// From an opened database to its end.
 struct Life {
     driver: JoinHandle<Result<(), DriverError>>,
-    api: JoinHandle<std::io::Result<()>>,
+    api: JoinHandle<()>,
     keeper: JoinHandle<()>,
+    collector: JoinHandle<()>,
     rows: Watch,
     stop: CancellationToken,
 }
@@ -225,15 +224,19 @@ impl Ground {
             bootstrap_hash: self.bootstrap_hash.clone(),
             features: self.config.features.clone(),
             upload_bytes_max: self.config.upload_bytes_max,
+            local_metrics: self.config.local_metrics,
             cluster: self.log.cluster.clone(),
             streams: Streams::default(),
+            keep_alive: self.config.keep_alive,
             stop: stop.clone(),
         });
-        let api = tokio::spawn(api::serve(listener, app.clone(), stop.clone()));
+        let api = tokio::spawn(listen::serve(listener, api::router(app.clone()), self.config.limits, stop.clone()));
+        let collector = Collector { handle: handle.clone(), store: self.store.clone(), collect: self.config.collect };
+        let collector = tokio::spawn(collector.run(stop.clone()));
         let levels = Levels::new(self.log.context().clone(), self.config.replicas);
         let (store, dir, every) = (self.store.clone(), self.config.data_dir.clone(), self.config.checkpoints);
         let keeper = tokio::spawn(Keeper { handle, store, dir, name, every, levels }.run(stop.clone()));
-        Ok((Life { driver, api, keeper, rows, stop }, app))
+        Ok((Life { driver, api, keeper, collector, rows, stop }, app))
     }
 
     async fn drive(&self, stop: &CancellationToken) -> Result<(Watch, String, Handle, JoinHandle<Result<(), DriverError>>), StartError> {
@@ -297,7 +300,7 @@ async fn supervise(ground: Ground, life: Life, stop: CancellationToken) -> Resul
 
 /// Waits for driver and API; when one ends, so does the other.
 async fn ended(life: Life) -> Result<(), RunError> {
-    let Life { mut driver, mut api, keeper, stop, .. } = life;
+    let Life { mut driver, mut api, keeper, collector, stop, .. } = life;
     let panicked = |error: tokio::task::JoinError| RunError::Panicked(error.to_string());
     let ended = tokio::select! {
         ended = &mut driver => {
@@ -308,11 +311,12 @@ async fn ended(life: Life) -> Result<(), RunError> {
         ended = &mut api => {
             stop.cancel();
             let driven = driver.await.map_err(panicked)?;
-            ended.map_err(panicked)?.map_err(RunError::Api)?;
+            ended.map_err(panicked)?;
             driven.map_err(RunError::Driver)
         }
     };
     _ = keeper.await;
+    _ = collector.await;
     ended
 }
 

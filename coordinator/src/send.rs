@@ -3,9 +3,9 @@
 //! Owns the link to each worker: orders waiting, the one message in flight, what it last took. Nothing here is a fact: all of it is
 //! made again from the state and the next beats after a takeover. Does not own when a worker is lost (`leader`).
 
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::collections::{BTreeMap, VecDeque};
 
-use volley_jobspecs::ids::{AttemptName, BundleId, Incarnation, JobId, Term, WorkerId};
+use volley_jobspecs::ids::{AttemptName, BundleId, Incarnation, JobId, Term};
 use volley_jobspecs::wire::record::Run;
 use volley_jobspecs::wire::work::{Beat, Bundle, Order, Try, WorkMessage};
 
@@ -185,13 +185,6 @@ impl Link {
 #[must_use]
 pub fn wants_ends(job: &Job) -> bool {
     !job.open.is_empty() && (job.progress.paused || job.progress.ending.is_some() || job.open.len() as u32 != job.progress.running)
-}
-
-/// Workers that hold bundles of a job.
-#[must_use]
-pub fn holders(state: &State, job: JobId) -> BTreeSet<WorkerId> {
-    let holds = |w: &Worker| w.bundles.values().any(|b| b.job == job);
-    state.workers.iter().filter(|(_, w)| holds(w)).map(|(name, _)| name.clone()).collect()
 }
 
 fn push(runs: &mut Vec<Run>, index: u32) {

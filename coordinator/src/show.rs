@@ -36,6 +36,7 @@ fn mentions(sequence: u64, record: &Record, job: JobId) -> bool {
             Decision::Assign(all) => all.iter().any(|assignment| assignment.job == job),
             Decision::AttemptsLost(names) => names.iter().any(|name| name.job == job),
             Decision::Done { job: done, .. } => *done == job,
+            Decision::UploadFound { jobs, .. } => jobs.contains(&job),
             Decision::Tick(_)
             | Decision::WorkerJoined { .. }
             | Decision::WorkerLost { .. }

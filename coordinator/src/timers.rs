@@ -6,11 +6,13 @@
 use std::collections::BTreeSet;
 
 use volley_jobspecs::ids::JobId;
+use volley_jobspecs::wire::LEVEL_ROUNDS;
 
 use crate::{finish, uploads};
 use crate::state::effects::Effects;
 use crate::state::job::{EndCause, Job};
 use crate::state::task::{PAGE_TASKS, Phase};
+use crate::state::worker;
 use crate::state::{Head, State, Timer};
 
 /// Timers one Tick fires at most (DESIGN §5): bounds the time a record takes to apply. The rest fire with the next.
@@ -59,8 +61,13 @@ fn fire(state: &mut State, sequence: u64, timer: Timer, fx: &mut Effects) {
             fx.touched_jobs.insert(id);
         }
         Timer::Queue(id) => {
-            let wait = state.jobs.get(&id).and_then(|job| job.facts.plan.queue_ms).unwrap_or(0);
-            finish::end(state, sequence, id, EndCause::Queue, format!("no worker took any of its tasks within {wait} ms ($.task.timeouts.queue)"), false, fx);
+            let Some(job) = state.jobs.get(&id) else { return };
+            let wait = job.facts.plan.queue_ms.unwrap_or(0);
+            let mut reason = format!("no worker took any of its tasks within {wait} ms ($.task.timeouts.queue)");
+            if state.head.level >= LEVEL_ROUNDS {
+                reason = format!("{reason}: {}", waited_for(state, job));
+            }
+            finish::end(state, sequence, id, EndCause::Queue, reason, false, fx);
         }
         Timer::Total(id) => {
             let total = state.jobs.get(&id).and_then(|job| job.facts.plan.total_ms).unwrap_or(0);
@@ -73,6 +80,17 @@ fn fire(state: &mut State, sequence: u64, timer: Timer, fx: &mut Effects) {
             fx.keys.insert((tenant, key));
         }
         Timer::Upload(tenant, id) => uploads::expired(state, tenant, id, fx),
+    }
+}
+
+/// What stood in the way of a job whose queue deadline passes. Part of the state: other words are another level.
+fn waited_for(state: &State, job: &Job) -> String {
+    let (joined, needs) = (state.workers.len(), &job.facts.plan.needs);
+    let fit = state.workers.values().filter(|worker| worker::unfit(&worker.info, needs).is_empty()).count();
+    match (joined, fit) {
+        (0, _) => "no worker had joined the cluster".to_owned(),
+        (_, 0) => format!("none of the {joined} workers that had joined could ever run such a task"),
+        _ => format!("of the {joined} workers that had joined, {fit} could run such a task, but were busy, draining or quarantined"),
     }
 }
 

@@ -25,6 +25,17 @@ pub fn uploaded(state: &mut State, tenant: &TenantId, id: &str, fx: &mut Effects
     fx.uploads.insert(name);
 }
 
+/// An upload was found in the bucket that no record spoke of: its day is long over.
+pub fn found(state: &mut State, tenant: &TenantId, id: &str, jobs: &[JobId], fx: &mut Effects) {
+    let name = (tenant.clone(), id.to_owned());
+    if state.uploads.contains_key(&name) {
+        return;
+    }
+    let upload = Upload { until_ms: state.head.now_ms, jobs: jobs.iter().copied().collect(), expired: true, going: jobs.is_empty() };
+    state.uploads.insert(name.clone(), upload);
+    fx.uploads.insert(name);
+}
+
 /// A new job names uploads: they are kept as long as it.
 pub fn named(state: &mut State, tenant: &TenantId, job: JobId, ids: &[String], fx: &mut Effects) {
     let any = ids.iter().any(|id| id == ANY);
@@ -103,6 +114,20 @@ mod tests {
         assert_eq!(going(&state), ["c"]);
         forgotten(&mut state, JobId(8), &mut fx);
         assert_eq!(going(&state), ["b", "c"]);
+    }
+
+    #[test]
+    fn an_upload_that_was_found_goes_with_the_last_job_that_may_name_it() {
+        let (mut state, mut fx) = (State::default(), Effects::default());
+        found(&mut state, &tenant(), "a", &[], &mut fx);
+        found(&mut state, &tenant(), "b", &[JobId(3), JobId(4)], &mut fx);
+        uploaded(&mut state, &tenant(), "c", &mut fx);
+        found(&mut state, &tenant(), "c", &[], &mut fx);
+        assert_eq!(going(&state), ["a"], "one that is known is left alone");
+        forgotten(&mut state, JobId(3), &mut fx);
+        assert_eq!(going(&state), ["a"]);
+        forgotten(&mut state, JobId(4), &mut fx);
+        assert_eq!(going(&state), ["a", "b"]);
     }
 
     #[test]

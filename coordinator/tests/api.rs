@@ -8,10 +8,11 @@ use axum::http::Method;
 use serde_json::{Value, json};
 use support::{BOOTSTRAP, Cluster, World, id, success, worker};
 use tokio_util::sync::CancellationToken;
+use volley_coordinator::config::CoordinatorConfig;
 use volley_jobspecs::failure::FailureClass;
 use volley_jobspecs::keys;
 use volley_jobspecs::wire::live::Live;
-use volley_jobspecs::wire::report::{Ending, Outputs, Stream};
+use volley_jobspecs::wire::report::{AttemptEnd, Ending, Outputs, Stream};
 use volley_jobspecs::{subjects, wire};
 
 fn spec(name: &str, items: Value) -> Value {
@@ -58,7 +59,9 @@ async fn a_job_goes_from_submit_to_manifest() {
     assert_eq!((&attempts[0]["worker"], &attempts[0]["runMs"]), (&json!("w1"), &json!(2)));
     cluster.get(&format!("/v1/jobs/{job}/tasks/3")).await.expect(404);
     let explanation = cluster.get(&format!("/v1/jobs/{job}/tasks/0/explain")).await.expect(200).json();
-    assert!(explanation["summary"].as_str().is_some_and(|s| s.contains("ended")), "{explanation}");
+    assert!(explanation["summary"].as_str().is_some_and(|s| s.contains("succeeded in try 1 on worker w1")), "{explanation}");
+    let explanation = cluster.get(&format!("/v1/jobs/{job}/explain")).await.expect(200).json();
+    assert!(explanation["summary"].as_str().is_some_and(|s| s.contains("3 of 3 tasks succeeded")), "{explanation}");
 
     let manifest = wait_for(&cluster, &keys::job_manifest(id(&job), 1)).await;
     let manifest: Value = serde_json::from_slice(&manifest).expect("JSON");
@@ -106,7 +109,7 @@ async fn items_from_a_file_are_cut_into_pages() {
     let hash = facts.plan.items.expect("pages");
     let index = cluster.store.get(&keys::items_index(&hash), 1 << 20).await.expect("the index");
     let index = volley_jobspecs::pages::ItemsIndex::from_json(&index).expect("an index");
-    assert_eq!((index.count, index.pages.len(), index.hash()), (2_500, 3, hash.clone()));
+    assert_eq!((index.count, index.pages.len(), hash.split('-').next()), (2_500, 3, Some(index.hash().as_str())));
     cluster.store.get(&keys::items_page(&hash, 2), 1 << 20).await.expect("the last page");
 
     let bad = cluster.post("/v1/uploads", "{}\n{\n").await.expect(201).json();
@@ -211,6 +214,60 @@ async fn a_cancelled_job_accounts_for_every_task() {
     assert_eq!(manifest["neverStarted"]["count"], 1_500);
     let view = cluster.post(&format!("/v1/jobs/{job}/rerun"), "").await.expect(200).json();
     assert_eq!((&view["round"], &view["tasks"]["waiting"]), (&json!(2), &json!(1_500)));
+    cluster.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_rerun_supersedes_the_rows_of_what_it_runs_again() {
+    let Some(cluster) = cluster().await else { return };
+    cluster.level(wire::LEVEL_ROUNDS).await;
+    let stop = CancellationToken::new();
+    // Task 1 fails until its third try, so twice in the first round of two.
+    worker(&cluster.world.nats.url, "w1", 4, stop, |name| {
+        let fails = name.index == 1 && name.number < 3;
+        Some(if fails { AttemptEnd { ending: Ending::Failed(FailureClass::ExitCode), ..success(name) } } else { success(name) })
+    })
+    .await;
+    let mut spec = spec("again", json!({ "count": 3 }));
+    spec["task"]["retry"] = json!({ "attempts": 2, "backoff": { "initial": "1ms" } });
+    let job = cluster.submit(&spec).await;
+    assert_eq!(cluster.ended(&job).await["tasks"]["failed"], 1);
+    let states = async |query: &str| {
+        let rows = cluster.get(&format!("/v1/jobs/{job}/results{query}")).await.expect(200).lines();
+        let mut states: Vec<_> = rows.iter().map(|row| (row["index"].as_u64(), row["state"].clone(), row["superseded"] == true)).collect();
+        states.sort_by_key(|(index, state, _)| (*index, state.to_string()));
+        states
+    };
+    let good = |index| (Some(index), json!("succeeded"), false);
+    assert_eq!(states("").await, [good(0), (Some(1), json!("failed"), false), good(2)]);
+    cluster.post(&format!("/v1/jobs/{job}/rerun"), "").await.expect(200);
+    assert_eq!(cluster.ended(&job).await["state"], "succeeded");
+    assert_eq!(states("").await, [good(0), good(1), good(2)]);
+    assert_eq!(states("?follow=true").await, [good(0), good(1), good(2)]);
+    assert_eq!(states("?superseded=true").await, [good(0), (Some(1), json!("failed"), true), good(1), good(2)]);
+    let manifest: Value = serde_json::from_slice(&wait_for(&cluster, &keys::job_manifest(id(&job), 2)).await).expect("JSON");
+    assert_eq!(manifest["pages"][0]["rows"], 3, "{manifest}");
+    cluster.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_queue_deadline_says_what_was_waited_for() {
+    let Some(cluster) = cluster().await else { return };
+    cluster.level(wire::LEVEL_ROUNDS).await;
+    let mut spec = spec("late", json!({ "count": 3 }));
+    spec["task"]["timeouts"] = json!({ "queue": "300ms" });
+    let job = cluster.submit(&spec).await;
+    let waiting = cluster.get(&format!("/v1/jobs/{job}/explain")).await.expect(200).json();
+    assert!(waiting["summary"].as_str().is_some_and(|s| s.contains("no worker has joined")) && waiting["details"][0] == "3 of 3 tasks wait for a worker", "{waiting}");
+    let view = cluster.ended(&job).await;
+    assert_eq!((&view["tasks"]["infraFailed"], &view["exitCode"]), (&json!(3), &json!(3)), "{view}");
+    let rows = cluster.get(&format!("/v1/jobs/{job}/results")).await.expect(200).lines();
+    let told = |text: &Value| text.as_str().is_some_and(|text| text.contains("within 300 ms") && text.contains("no worker had joined"));
+    assert!(rows.len() == 3 && rows.iter().all(|row| row["class"] == "queue_timeout" && told(&row["message"])), "{rows:?}");
+    for path in ["tasks/1/explain", "explain"] {
+        let explained = cluster.get(&format!("/v1/jobs/{job}/{path}")).await.expect(200).json();
+        assert!(told(&explained["summary"]) && !explained["next"].as_array().expect("a list").is_empty(), "{path}: {explained}");
+    }
     cluster.stop().await;
 }
 
@@ -337,6 +394,116 @@ async fn live_output_is_followed_to_the_end() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_followed_task_is_kept_alive_gone_on_with_and_of_whole_characters() {
+    use futures::StreamExt;
+    let Some(world) = World::new().await else { return };
+    let config = CoordinatorConfig { keep_alive: Duration::from_millis(200), ..world.config() };
+    let cluster = world.cluster_with(config).await;
+    let (names, mut begun) = tokio::sync::mpsc::unbounded_channel();
+    worker(&cluster.world.nats.url, "w1", 1, CancellationToken::new(), move |name| {
+        _ = names.send(name);
+        None
+    })
+    .await;
+    let client = async_nats::connect(&cluster.world.nats.url).await.expect("NATS");
+    let job = cluster.submit(&spec("live", json!({ "count": 1 }))).await;
+    let name = begun.recv().await.expect("an attempt");
+    let send = async |offset: u64, bytes: &[u8]| {
+        let piece = Live { name, stderr: false, offset, bytes: bytes.to_vec().into() };
+        client.publish(subjects::live(id(&job), 0), wire::encode(&piece).into()).await.expect("published");
+        client.flush().await.expect("flushed");
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    };
+    let open = async |path: String| {
+        let request = axum::http::Request::get(path).header("authorization", format!("Bearer {BOOTSTRAP}")).body(axum::body::Body::empty()).expect("a request");
+        let answer = tower::ServiceExt::oneshot(cluster.router.clone(), request).await.expect("an answer");
+        assert_eq!(answer.status(), 200);
+        answer.into_body().into_data_stream()
+    };
+    let path = format!("/v1/jobs/{job}/tasks/0/logs?follow=true&form=pieces");
+    let mut first = open(path.clone()).await;
+    let mut all = open(format!("/v1/jobs/{job}/logs?follow=true")).await;
+    // A character lies across the border of two pieces.
+    send(0, b"a\xe2\x86").await;
+    send(3, b"\x92b").await;
+    let (mut kept_alive, mut texts) = (false, String::new());
+    while texts != "a→b" {
+        let bytes = all.next().await.expect("a line").expect("a line");
+        match serde_json::from_slice::<Value>(&bytes) {
+            Ok(line) => texts.push_str(line["text"].as_str().expect("text")),
+            Err(_) => kept_alive = true,
+        }
+        assert!("a→b".starts_with(&texts), "{texts}");
+    }
+    let (mut cursor, mut pieces) = (String::new(), 0);
+    while pieces < 2 || !kept_alive {
+        let bytes = first.next().await.expect("a line").expect("a line");
+        match serde_json::from_slice::<Value>(&bytes) {
+            Ok(line) => (cursor, pieces) = (line["cursor"].as_str().expect("a cursor").to_owned(), pieces + 1),
+            Err(_) => kept_alive = true,
+        }
+    }
+    assert_eq!(cursor, "1.5.0");
+    drop(first);
+    // It comes back: what it has is not sent again, what the report has is sent, and the end is told.
+    let again = tokio::spawn({
+        let (router, path) = (cluster.router.clone(), format!("{path}&after={cursor}"));
+        async move {
+            let request = axum::http::Request::get(path).header("authorization", format!("Bearer {BOOTSTRAP}")).body(axum::body::Body::empty()).expect("a request");
+            let answer = tower::ServiceExt::oneshot(router, request).await.expect("an answer");
+            axum::body::to_bytes(answer.into_body(), 1 << 20).await.expect("a whole body")
+        }
+    });
+    tokio::time::sleep(Duration::from_millis(300)).await;
+    send(3, b"\x92bc").await;
+    let mut end = success(name);
+    end.stdout = Some(Stream { bytes: 7, tail: "a→bcd".as_bytes().to_vec().into(), stored: false, truncated: false });
+    let worker = volley_jobspecs::ids::WorkerId::new("w1").expect("a name");
+    let incarnation = cluster.running.handle.read(|state, _, _| state.workers.values().next().map(|w| w.incarnation)).await.expect("read").expect("a worker");
+    let report = volley_jobspecs::wire::report::Report { worker: worker.clone(), incarnation, number: 9, ends: vec![end] };
+    let record = wire::encode(&volley_jobspecs::wire::record::Record::Report(report));
+    cluster.running.handle.log().publish(&subjects::log_report(&worker), record.into(), Duration::from_secs(5)).await.expect("published");
+    let again = tokio::time::timeout(Duration::from_secs(20), again).await.expect("in time").expect("no panic");
+    let lines: Vec<Value> = again.split(|byte| *byte == b'\n').filter_map(|line| serde_json::from_slice(line).ok()).collect();
+    let shown: Vec<_> = lines.iter().map(|line| (line["offset"].as_u64(), line["base64"].as_str(), line["end"] == true)).collect();
+    assert_eq!(shown, [(Some(5), Some("Yw=="), false), (Some(6), Some("ZA=="), false), (Some(0), Some(""), true)]);
+    for bad in ["form=x", "follow=true&form=x", "form=pieces", "follow=true&after=1.0.0", "follow=true&form=pieces&after=x"] {
+        cluster.get(&format!("/v1/jobs/{job}/tasks/0/logs?{bad}")).await.expect(400);
+    }
+    cluster.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn events_do_not_flood_and_the_last_one_says_the_end() {
+    let Some(cluster) = cluster().await else { return };
+    const TASKS: usize = 3_000;
+    let job = cluster.submit(&spec("flood", json!({ "count": TASKS }))).await;
+    let (plain, tasks) = (format!("/v1/jobs/{job}/events"), format!("/v1/jobs/{job}/events?tasks=true"));
+    let started = std::time::Instant::now();
+    let work = worker(&cluster.world.nats.url, "w1", 4, CancellationToken::new(), |name| Some(success(name)));
+    let both = async { tokio::join!(work, cluster.get(&plain), cluster.get(&tasks)) };
+    let (_, plain, tasks) = tokio::time::timeout(Duration::from_secs(60), both).await.expect("in time");
+    let took = started.elapsed();
+    let events = |text: String| -> Vec<Value> { text.lines().filter_map(|line| serde_json::from_str(line.strip_prefix("data: ")?).ok()).collect() };
+    let (plain, tasks) = (events(plain.expect(200).text()), events(tasks.expect(200).text()));
+    let most = took.as_millis() as usize / 250 + 2;
+    for events in [&plain, &tasks] {
+        let of_job: Vec<_> = events.iter().filter(|event| event["kind"] == "job").collect();
+        assert!((2..=most).contains(&of_job.len()), "{} events in {took:?}", of_job.len());
+        let last = of_job.last().expect("an event");
+        assert_eq!((&last["job"]["state"], &last["job"]["tasks"]["succeeded"]), (&json!("succeeded"), &json!(TASKS)));
+        assert_eq!(events.last().expect("an event")["kind"], "job");
+    }
+    assert!(plain.iter().all(|event| event["kind"] == "job"));
+    let mut ended: Vec<_> = tasks.iter().filter_map(|event| event["task"]["index"].as_u64()).collect();
+    ended.sort_unstable();
+    assert_eq!(ended, (0..TASKS as u64).collect::<Vec<_>>());
+    assert!(tasks.iter().filter(|event| event["kind"] == "task").all(|event| event["job"].is_null()));
+    cluster.get(&format!("/v1/jobs/{job}/events?tasks=x")).await.expect(400);
+    cluster.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn many_results_stream_fast_and_whole() {
     let Some((cluster, _stop)) = with_worker().await else { return };
     const TASKS: usize = 20_000;
@@ -360,6 +527,23 @@ async fn many_results_stream_fast_and_whole() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn local_metrics_are_for_this_host_only() {
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+    let Some(world) = World::new().await else { return };
+    let config = CoordinatorConfig { local_metrics: true, ..world.config() };
+    let cluster = world.cluster_with(config).await;
+    for (header, status) in [("accept: */*", "200"), ("x-forwarded-for: 1.2.3.4", "401"), ("forwarded: for=1.2.3.4", "401")] {
+        let mut stream = tokio::net::TcpStream::connect(cluster.running.addr).await.expect("connected");
+        let text = format!("GET /metrics HTTP/1.1\r\nhost: x\r\n{header}\r\nconnection: close\r\n\r\n");
+        stream.write_all(text.as_bytes()).await.expect("sent");
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).await.expect("read");
+        assert!(answer.starts_with(&format!("HTTP/1.1 {status}")), "{header}: {answer}");
+    }
+    cluster.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn the_server_answers_over_tcp_and_stops_with_streams_open() {
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
     let Some(cluster) = cluster().await else { return };
@@ -371,10 +555,10 @@ async fn the_server_answers_over_tcp_and_stops_with_streams_open() {
     };
     let mut answer = String::new();
     ask("GET /metrics HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n".into()).await.read_to_string(&mut answer).await.expect("read");
-    assert!(answer.starts_with("HTTP/1.1 200") && answer.contains("volley_leader 1\n") && answer.contains("volley_jobs{state=\"queued\"} 1\n"), "{answer}");
+    assert!(answer.starts_with("HTTP/1.1 401"), "tasks of this host read nothing: {answer}");
     answer.clear();
-    ask("GET /metrics HTTP/1.1\r\nhost: x\r\nx-forwarded-for: 1.2.3.4\r\nconnection: close\r\n\r\n".into()).await.read_to_string(&mut answer).await.expect("read");
-    assert!(answer.starts_with("HTTP/1.1 401"), "{answer}");
+    ask(format!("GET /metrics HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {BOOTSTRAP}\r\nconnection: close\r\n\r\n")).await.read_to_string(&mut answer).await.expect("read");
+    assert!(answer.starts_with("HTTP/1.1 200") && answer.contains("volley_leader 1\n") && answer.contains("volley_jobs{state=\"queued\"} 1\n"), "{answer}");
     answer.clear();
     ask("GET /v1/jobs HTTP/1.1\r\nhost: x\r\nbad header\r\n\r\n".into()).await.read_to_string(&mut answer).await.expect("read");
     assert!(answer.starts_with("HTTP/1.1 400"), "{answer}");

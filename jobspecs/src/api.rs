@@ -278,6 +278,9 @@ api_type! {
         pub output_files: u32,
         /// Prefix of its objects.
         pub objects: Option<String>,
+        /// Did a rerun supersede it? Such rows come only when they are asked for.
+        #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+        pub superseded: bool,
         /// Pass this as `after` to go on behind this row.
         pub cursor: String,
     }
@@ -328,11 +331,17 @@ api_type! {
 }
 
 api_type! {
-    /// Why a task does not run.
+    /// Why a task or a job does not run, or ended as it did.
     pub struct Explanation {
         /// In a sentence.
         pub summary: String,
-        /// Per worker.
+        /// What led to it: tries, rules, budgets.
+        #[serde(default)]
+        pub details: Vec<String>,
+        /// What can be done now.
+        #[serde(default)]
+        pub next: Vec<String>,
+        /// Per worker, while something waits for one.
         pub workers: Vec<WorkerExplanation>,
     }
 }
@@ -354,9 +363,11 @@ api_type! {
         pub sequence: u64,
         /// `job` (state or counts changed) or `task` (a task ended).
         pub kind: String,
-        /// The job.
-        pub job: JobView,
-        /// The task that ended.
+        /// The job as it is now; none in an event of kind `task`.
+        #[serde(default)]
+        pub job: Option<JobView>,
+        /// The task that ended; none in an event of kind `job`.
+        #[serde(default)]
         pub task: Option<TaskView>,
     }
 }
@@ -449,8 +460,27 @@ api_type! {
         pub index: u32,
         /// `stdout` or `stderr`.
         pub stream: String,
-        /// The piece; bytes that are no UTF-8 are replaced.
+        /// The piece, of whole characters; bytes that are no UTF-8 are replaced.
         pub text: String,
+    }
+}
+
+api_type! {
+    /// A piece of a task's output, a line of its followed log in the form `pieces`.
+    pub struct LogPiece {
+        /// Of which attempt.
+        pub attempt: u32,
+        /// `stdout` or `stderr`.
+        pub stream: String,
+        /// Where it begins in the stream. A jump says that pieces are missing; what was kept has them once the attempt has ended.
+        pub offset: u64,
+        /// Its bytes.
+        pub base64: String,
+        /// Pass this as `after` to go on behind this piece.
+        pub cursor: String,
+        /// Is this the end? Then there are no bytes. A stream that ends without it broke off.
+        #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+        pub end: bool,
     }
 }
 

@@ -50,10 +50,32 @@ pub fn job_results(job: JobId, round: u32, page: u32) -> String {
     format!("jobs/{job}/results-{round}/{page:06}.ndjson")
 }
 
-/// A spec too large for the log, by the blake3 hash of its bytes.
+/// Prefix of everything of all jobs.
+pub const JOBS: &str = "jobs/";
+/// Prefix of all specs that are too large for the log.
+pub const SPECS: &str = "specs/";
+/// Prefix of all uploads.
+pub const UPLOADS: &str = "uploads/";
+/// Prefix of all item pages.
+pub const ITEMS: &str = "items/";
+
+/// A name for what one submit stores: the hash of its content, and something of the submit's own. It is never used again, so what
+/// belongs to a removed job can be deleted without a look at others.
 #[must_use]
-pub fn spec(hash: &str) -> String {
-    format!("specs/{hash}")
+pub fn for_one_job(hash: &str, nonce: &str) -> String {
+    format!("{hash}-{nonce}")
+}
+
+/// Is this a name of [`for_one_job`]? Older ones are hashes, which several jobs may share.
+#[must_use]
+pub fn of_one_job(name: &str) -> bool {
+    name.contains('-')
+}
+
+/// A spec too large for the log, by its name.
+#[must_use]
+pub fn spec(name: &str) -> String {
+    format!("specs/{name}")
 }
 
 /// A file somebody uploaded for items or inputs.
@@ -62,16 +84,22 @@ pub fn upload(tenant: &TenantId, id: &str) -> String {
     format!("uploads/{tenant}/{id}")
 }
 
-/// Index of the item pages cut from one source, by the hash of its index.
+/// Prefix of the item pages cut from one source, by their name.
 #[must_use]
-pub fn items_index(hash: &str) -> String {
-    format!("items/{hash}/index.json")
+pub fn items_prefix(name: &str) -> String {
+    format!("items/{name}/")
+}
+
+/// Index of the item pages cut from one source.
+#[must_use]
+pub fn items_index(name: &str) -> String {
+    format!("items/{name}/index.json")
 }
 
 /// One page of items, by its number.
 #[must_use]
-pub fn items_page(hash: &str, page: u32) -> String {
-    format!("items/{hash}/{page:06}.jsonl")
+pub fn items_page(name: &str, page: u32) -> String {
+    format!("items/{name}/{page:06}.jsonl")
 }
 
 /// The manifest of one checkpoint of the coordinator's state.

@@ -20,5 +20,6 @@ pub mod schema;
 pub mod spec;
 pub mod subjects;
 pub mod template;
+pub mod utf8;
 pub mod validate;
 pub mod wire;

@@ -14,6 +14,7 @@ fn health_metrics_and_documents() {
     }
     let job = cluster.submit(&cluster.spec(json!({ "count": 5 }), json!({ "command": "true" }), json!({})));
     cluster.ended(&job);
+    assert_eq!(request(&url, "GET", "/metrics", None, b"").status, 401, "tasks of this host read nothing");
     let metrics = cluster.http("GET", "/metrics", b"");
     assert!(metrics.status == 200 && metrics.body.contains("volley_"), "{metrics:?}");
     let view = cluster.ask(&["cluster"]);

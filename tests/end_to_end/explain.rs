@@ -23,3 +23,23 @@ fn explain_names_what_is_in_the_way() {
     let state = cluster.job(&job);
     assert!(state["state"] != "paused" || paused["summary"].as_str().unwrap().contains("paused"), "{paused}");
 }
+
+#[test]
+fn explain_says_why_something_failed() {
+    let Some(cluster) = Cluster::up() else { return };
+    let retry = json!({ "attempts": 5, "backoff": { "initial": "10ms" }, "rules": [{ "match": { "exitCodes": [7] }, "action": "fail" }] });
+    let task = json!({ "command": "exit $((VOLLEY_TASK_INDEX * 7))", "retry": retry });
+    let job = cluster.submit(&cluster.spec(json!({ "count": 2 }), task, json!({})));
+    cluster.ended(&job);
+    let text = cluster.volley(&["explain", &job, "1"]).exits(0).stdout;
+    for part in
+        ["failed in try 1 on worker local: exit_code", "$.task.retry.rules[0] says that this is not tried again", "next: `volley rerun"]
+    {
+        assert!(text.contains(part), "{part}: {text}");
+    }
+    let text = cluster.volley(&["explain", &job]).exits(0).stdout;
+    assert!(
+        text.contains("1 of 2 tasks succeeded") && text.contains("1 tasks ended as exit_code") && text.contains("exit code 1"),
+        "{text}"
+    );
+}

@@ -21,6 +21,7 @@ mod disks;
 mod kills;
 mod malformed;
 mod outages;
+mod poison;
 mod process;
 #[path = "../simulation/random.rs"]
 mod random;

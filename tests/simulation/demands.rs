@@ -75,7 +75,8 @@ pub fn after_apply(world: &mut World, at: usize) {
         return;
     }
     let state = world.coordinators[at].core.state();
-    let broken = invariants::broken(state);
+    let mut broken = invariants::broken(state);
+    broken.extend(world.coordinators[at].core.leader_ref().map(|leader| leader.broken(state)).unwrap_or_default());
     let name = world.coordinators[at].name.clone();
     broken.into_iter().for_each(|b| complain(world, format!("{name}: {b}")));
 }

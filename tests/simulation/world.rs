@@ -10,7 +10,7 @@ use volley_jobspecs::ids::{Incarnation, JobId, TenantId, WorkerId};
 use volley_jobspecs::subjects;
 use volley_jobspecs::wire::record::{Control, Decision, Record, Verb};
 use volley_jobspecs::wire::work::{Beat, BeatAnswer, WorkAnswer, WorkMessage};
-use volley_jobspecs::wire::{self};
+use volley_jobspecs::wire::{self, LEVEL};
 use volley_worker::core::{Action as Do, Input, JobAnswer, JobFacts};
 
 use super::coordinator::{Checkpoint, Coordinator, GIVE_UP_MS, is_ours};
@@ -276,6 +276,10 @@ impl World {
             if let Some(keep) = checkpoint::keep_from(&state.head).filter(|_| trim) {
                 self.log.trim(keep);
             }
+            // Some way into the run: every build can follow by then.
+            if state.head.level < LEVEL {
+                leader.record(Decision::Level(LEVEL));
+            }
             if due && state.head.checkpoints.last().is_none_or(|last| *last < sequence) {
                 leader.record(Decision::Checkpointed { sequence });
                 self.checkpoints.push(self.coordinators[at].rows.dump());
@@ -412,7 +416,7 @@ impl World {
                 let incarnation = Incarnation(self.random.next());
                 self.input(at, Input::Born(incarnation));
             }
-            Do::Answer(_) | Do::Watch { .. } | Do::Dropped(_) => {}
+            Do::Answer(_) | Do::Dropped(_) => {}
             Do::Exit => {
                 let now = self.now;
                 self.hosts[at].restart(&mut self.random, now);

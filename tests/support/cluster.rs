@@ -102,6 +102,11 @@ impl Cluster {
         http::request(&url, method, path, Some(&token), body)
     }
 
+    /// Has `volley up` ended by itself?
+    pub fn has_ended(&mut self) -> bool {
+        self.up.as_mut().is_none_or(|up| up.try_wait().unwrap().is_some())
+    }
+
     /// Process number of `volley up`.
     pub fn pid(&self) -> u32 {
         self.up.as_ref().unwrap().id()

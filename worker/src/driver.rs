@@ -10,9 +10,9 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use tokio::sync::{mpsc, watch};
 use volley_jobspecs::ids::{AttemptName, Incarnation, JobId, WorkerId};
-use volley_jobspecs::wire;
 use volley_jobspecs::wire::plan::Isolation;
 use volley_jobspecs::wire::work::{Beat, BeatAnswer, WorkMessage};
+use volley_jobspecs::{subjects, wire};
 
 use crate::attempt::Outcome;
 use crate::cgroup::Cgroups;
@@ -99,7 +99,13 @@ impl<B: Bus, O: Objects> Driver<B, O> {
     }
 
     /// Lives until told to leave.
-    pub async fn live(mut self, mut work: mpsc::Receiver<Incoming>, mut wishes: Wishes, status: watch::Sender<Status>) {
+    pub async fn live(
+        mut self,
+        mut work: mpsc::Receiver<Incoming>,
+        mut watches: mpsc::Receiver<JobId>,
+        mut wishes: Wishes,
+        status: watch::Sender<Status>,
+    ) {
         tracing::info!(worker = %self.worker, incarnation = self.core.incarnation().0, "worker begins");
         self.feed(Input::Tick, None).await;
         while !self.exit {
@@ -108,6 +114,7 @@ impl<B: Bus, O: Objects> Driver<B, O> {
                 Some(input) = self.parts.events.recv() => self.feed(input, None).await,
                 Some(heard) = self.hearing.recv() => self.on_heard(heard).await,
                 Some(incoming) = work.recv() => self.on_work(incoming).await,
+                Some(job) = watches.recv() => self.watch(job),
                 wish = wishes.next() => match wish {
                     Wish::Drain => self.feed(Input::Drain, None).await,
                     Wish::Stop => self.feed(Input::Stop, None).await,
@@ -226,7 +233,6 @@ impl<B: Bus, O: Objects> Driver<B, O> {
                     }
                 });
             }
-            Action::Watch { job, until_ms } => self.watch(job, until_ms),
             Action::Dropped(why) => tracing::debug!(%why),
             Action::NewLife => {
                 let incarnation = fresh_incarnation();
@@ -301,12 +307,13 @@ impl<B: Bus, O: Objects> Driver<B, O> {
         }
     }
 
-    fn watch(&self, job: JobId, until_ms: u64) {
-        let until = self.begin + Duration::from_millis(until_ms);
+    /// Somebody watches a job: its output is sent for a while.
+    fn watch(&self, job: JobId) {
+        let until = Instant::now() + Duration::from_millis(subjects::WATCH_MS);
         self.parts.watched.send_modify(|watched| {
             let now = Instant::now();
             let mut kept: BTreeMap<JobId, Instant> = watched.iter().filter(|(_, at)| **at > now).map(|(j, at)| (*j, *at)).collect();
-            if kept.len() < WATCHED_MAX {
+            if kept.len() < WATCHED_MAX || kept.contains_key(&job) {
                 kept.insert(job, until);
             }
             *watched = Arc::new(kept);

@@ -100,9 +100,9 @@ impl Job {
         }
         let spec = match found.spec {
             SpecRef::Inline(bytes) => Vec::from(bytes),
-            SpecRef::Stored { hash, .. } => {
+            SpecRef::Stored { hash, name, .. } => {
                 let bytes = objects
-                    .get(&keys::spec(&hash), SPEC_BYTES_MAX)
+                    .get(&keys::spec(name.as_ref().unwrap_or(&hash)), SPEC_BYTES_MAX)
                     .await
                     .map_err(|source| JobError::Storage { job, source })?;
                 if blake3::hash(&bytes).to_hex().as_str() != hash {

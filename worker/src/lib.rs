@@ -107,10 +107,10 @@ pub async fn run<B: Bus, O: Objects>(
         linger_ms: config.linger_ms,
         unsent_bytes_max: config.unsent_bytes_max,
     };
-    let work = bus.work(&config.name).await?;
+    let (work, watches) = (bus.work(&config.name).await?, bus.watches().await?);
     let parts = Parts { shared, events: receiver, watched, spawner, cgroups: cgroups.clone() };
     // A task of its own: one that is polled by `block_on` is woken through the kernel, for each event of a slot.
-    let driver = tokio::spawn(Driver::new(core, parts).live(work, control.wishes, control.status));
+    let driver = tokio::spawn(Driver::new(core, parts).live(work, watches, control.wishes, control.status));
     if let Err(ended) = AbortOnDropHandle::new(driver).await {
         match ended.try_into_panic() {
             Ok(panic) => std::panic::resume_unwind(panic),

@@ -33,7 +33,9 @@ pub struct Incoming {
 pub trait Bus: Clone + Send + Sync + 'static {
     /// Listens for work messages; goes on over reconnects.
     fn work(&self, worker: &WorkerId) -> impl Future<Output = Result<mpsc::Receiver<Incoming>, BusError>> + Send;
-    /// Answers one.
+    /// Listens for jobs that somebody watches; goes on over reconnects.
+    fn watches(&self) -> impl Future<Output = Result<mpsc::Receiver<JobId>, BusError>> + Send;
+    /// Answers a work message.
     fn answer(&self, reply: String, bytes: Vec<u8>) -> impl Future<Output = Result<(), BusError>> + Send;
     /// Beats, and returns the leader's answer.
     fn beat(&self, worker: &WorkerId, bytes: Vec<u8>) -> impl Future<Output = Result<Bytes, BusError>> + Send;

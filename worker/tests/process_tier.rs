@@ -315,7 +315,9 @@ async fn live_output_is_sent_while_somebody_watches() {
     let mut w = World::start(|_| {}).await;
     let (job, _) = w.job(r#"{"count":1}"#, &task(r#""command":"echo early; sleep 0.3; echo late >&2""#));
     let (_, order) = w.bundle(job, 0, 1);
-    w.order(vec![Order::Watch { job, for_ms: 10_000 }, order]).await;
+    let watches = state(&w.bus).watches.lock().unwrap().clone().unwrap();
+    watches.send(job).await.unwrap();
+    w.order(vec![order]).await;
     w.end_of(job).await;
     assert_eq!(state(&w.bus).live.lock().unwrap().len(), 2);
     w.finish().await;
@@ -351,7 +353,7 @@ async fn items_come_from_pages_and_a_large_spec_from_the_bucket() {
     let spec = String::from_utf8(spec.to_vec()).unwrap().replace(r#"{"count":2500}"#, r#"{"lines":{"upload":"u1"}}"#);
     let hash = blake3::hash(spec.as_bytes()).to_hex().to_string();
     w.objects.put_now(&keys::spec(&hash), spec.as_bytes());
-    offered.spec = SpecRef::Stored { hash, len: spec.len() as u64 };
+    offered.spec = SpecRef::Stored { hash, len: spec.len() as u64, name: None };
     offered.plan.items = Some(index.hash());
     w.offer(offered);
     let orders = vec![w.bundle(job, 0, 1).1, w.bundle(job, 1_000, 1).1, w.bundle(job, 2_499, 1).1];

@@ -96,11 +96,11 @@ async fn lag(app: &App) -> Option<u64> {
     Some(last.saturating_sub(app.handle.sequence()))
 }
 
-/// Metrics in Prometheus' text form. For operators, and for whoever asks from this host.
+/// Metrics in Prometheus' text form. For operators; where the coordinator was started so, also for whoever asks from its host.
 #[utoipa::path(get, path = "/metrics", operation_id = "getMetrics", tag = "cluster", responses((status = 200, content_type = "text/plain"), (status = 401, body = ErrorBody), (status = 403, body = ErrorBody)))]
 pub async fn metrics(State(app): State<Arc<App>>, request: Request) -> Result<Response, ApiError> {
     let (mut parts, _) = request.into_parts();
-    if !from_this_host(&parts) {
+    if !(app.local_metrics && from_this_host(&parts)) {
         Caller::from_request_parts(&mut parts, &app).await?.operators_only()?;
     }
     let mut registry = Registry::default();

@@ -113,7 +113,7 @@ impl From<Refusal> for ApiError {
         let message = refusal.to_string();
         match refusal {
             Refusal::NoJob(_) | Refusal::NoTenant(_) | Refusal::NoWorker(_) | Refusal::NoToken(_) => Self::not_found(message),
-            Refusal::KeyReused { .. } | Refusal::Ended(_) | Refusal::NotEnded(_) | Refusal::NothingToRerun(_) => {
+            Refusal::KeyReused { .. } | Refusal::Ended(_) | Refusal::NotEnded(_) | Refusal::Removed(_) | Refusal::NothingToRerun(_) => {
                 Self::new(StatusCode::CONFLICT, "conflict", message)
             }
             Refusal::Quota { .. } => Self::new(StatusCode::TOO_MANY_REQUESTS, "quota", message),
@@ -177,6 +177,7 @@ mod tests {
             Refusal::NoToken("x".into()),
             Refusal::Ended(JobId(1)),
             Refusal::NotEnded(JobId(1)),
+            Refusal::Removed(JobId(1)),
             Refusal::NothingToRerun(JobId(1)),
             Refusal::KeyReused { key: "k".into(), job: JobId(1) },
         ];

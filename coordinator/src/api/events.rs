@@ -1,17 +1,19 @@
 //! `GET /v1/jobs/{job}/events`: what happens to a job, as server-sent events.
 //!
-//! Owns the order (the present state first, then changes, an end at the job's end) and what is sent when a client falls behind (the
-//! present state again). Does not own results in full: those are `results`.
+//! Owns the order (the present state first, then changes, an end at the job's end), how often the job is told anew, and what is sent
+//! when a client falls behind (the present state again). Does not own results in full: those are `results`.
 
 use std::convert::Infallible;
 use std::sync::Arc;
+use std::time::Duration;
 
 use axum::extract::State;
 use axum::response::sse::{self, KeepAlive, Sse};
 use futures::Stream;
 use tokio::sync::broadcast::error::RecvError;
 use tokio::sync::{broadcast, mpsc};
-use volley_jobspecs::api::{ErrorBody, EventView, JobView, TaskState, TaskView};
+use tokio::time::Instant;
+use volley_jobspecs::api::{ErrorBody, EventView, TaskState, TaskView};
 use volley_jobspecs::failure::FailureClass;
 use volley_jobspecs::ids::JobId;
 
@@ -19,7 +21,7 @@ use super::App;
 use super::auth::Caller;
 use super::error::ApiError;
 use super::extract::{PathOf, QueryOf, job_id};
-use super::streams::{KEEP_ALIVE, Permit};
+use super::streams::Permit;
 use super::views;
 use crate::driver::Event;
 use crate::state::effects::ResultEntry;
@@ -28,86 +30,120 @@ use crate::state::rows;
 
 /// Events that wait for a slow client.
 const EVENTS_WAITING: usize = 64;
+/// Least time between two events of the job itself: people and progress lines see no more than a few a second, and a job of a million
+/// tasks changes thousands of times a second.
+const JOB_EVENTS_EVERY: Duration = Duration::from_millis(250);
 
-/// Follows a job: an event for each change of its state or counts (`job`) and each task that ends (`task`). The first is the present
-/// state; the stream ends when the job has ended.
-#[utoipa::path(get, path = "/v1/jobs/{job}/events", operation_id = "followJobEvents", tag = "jobs", params(("job" = String, Path, description = "The job")),
-    responses((status = 200, content_type = "text/event-stream", body = EventView), (status = 404, body = ErrorBody), (status = 429, body = ErrorBody)))]
+/// Follows a job: an event for changes of its state or counts (`job`), a few a second at most, each with the job as it is then. The
+/// first is the present state; the last says that the job has ended, and the stream ends.
+///
+/// With `tasks=true` also one for each task that ends (`task`). A client that reads too slowly misses some of those; `results` has all.
+#[utoipa::path(get, path = "/v1/jobs/{job}/events", operation_id = "followJobEvents", tag = "jobs",
+    params(("job" = String, Path, description = "The job"), ("tasks" = Option<bool>, Query, description = "Also an event for each task that ends; false by default")),
+    responses((status = 200, content_type = "text/event-stream", body = EventView), (status = 400, body = ErrorBody), (status = 404, body = ErrorBody),
+        (status = 429, body = ErrorBody)))]
 pub async fn events(
     State(app): State<Arc<App>>,
     caller: Caller,
     PathOf(job): PathOf<String>,
     query: QueryOf,
 ) -> Result<Sse<sse::KeepAliveStream<impl Stream<Item = Result<sse::Event, Infallible>>>>, ApiError> {
-    query.only(&[])?;
+    let query = query.only(&["tasks"])?;
+    let tasks = query.flag("tasks")?;
     let id = job_id(&job)?;
     let (facts, _) = app.job(&caller, id)?;
     let permit = app.streams.take(&caller.tenant)?;
     let (out, mut waiting) = mpsc::channel(EVENTS_WAITING);
-    tokio::spawn(follow(app, id, facts, out, permit));
+    let keep_alive = KeepAlive::new().interval(app.keep_alive);
+    tokio::spawn(Follow { events: app.handle.events(), app, id, facts, tasks, out, _permit: permit }.run());
     let stream = futures::stream::poll_fn(move |cx| waiting.poll_recv(cx));
-    Ok(Sse::new(stream).keep_alive(KeepAlive::new().interval(KEEP_ALIVE)))
+    Ok(Sse::new(stream).keep_alive(keep_alive))
 }
 
 type Out = mpsc::Sender<Result<sse::Event, Infallible>>;
 
-async fn follow(app: Arc<App>, id: JobId, facts: Facts, out: Out, _permit: Permit) {
-    // Listening begins before the first look, so that nothing falls between the two.
-    let mut events = app.handle.events();
-    let (mut sequence, mut ended) = (app.handle.sequence(), Vec::new());
-    loop {
-        let Some(progress) = rows::progress(app.handle.rows(), id).ok().flatten() else { return };
-        let over = progress.ended_ms.is_some();
-        if over {
-            // The rows may be ahead of the events: once the driver has answered, it has told everything up to the end.
-            _ = app.handle.read(|_, _, _| ()).await;
-            while let Ok(event) = events.try_recv() {
-                if event.job == id {
-                    sequence = event.sequence.max(sequence);
-                    ended.extend(event.ended);
+/// A stream of events on its way to a client.
+struct Follow {
+    app: Arc<App>,
+    id: JobId,
+    facts: Facts,
+    /// Listened to before the first look, so that nothing falls between the two.
+    events: broadcast::Receiver<Event>,
+    /// Also those of tasks?
+    tasks: bool,
+    out: Out,
+    _permit: Permit,
+}
+
+impl Follow {
+    async fn run(mut self) {
+        let mut sequence = self.app.handle.sequence();
+        loop {
+            let Some(progress) = rows::progress(self.app.handle.rows(), self.id).ok().flatten() else { return };
+            let over = progress.ended_ms.is_some();
+            if over {
+                // The rows may be ahead of the events: once the driver has answered, it has told everything up to the end.
+                _ = self.app.handle.read(|_, _, _| ()).await;
+                while let Ok(event) = self.events.try_recv() {
+                    if event.job == self.id {
+                        sequence = event.sequence.max(sequence);
+                        if self.ended(&event).await.is_none() {
+                            return;
+                        }
+                    }
                 }
             }
-        }
-        let job = views::job(id, &facts, &progress, &|key| app.store.url(key));
-        if tell(job, sequence, &ended, &out).await.is_none() || over {
-            return;
-        }
-        match next(&app, id, &mut events, &out).await {
-            Some((as_of, tasks)) => (sequence, ended) = (as_of, tasks),
-            None => return,
-        }
-    }
-}
-
-/// Waits for the job's next event; `None`: the client has gone, or the coordinator stops.
-async fn next(app: &App, id: JobId, events: &mut broadcast::Receiver<Event>, out: &Out) -> Option<(u64, Vec<ResultEntry>)> {
-    loop {
-        let event = tokio::select! {
-            event = events.recv() => event,
-            () = out.closed() => return None,
-            () = app.stop.cancelled() => return None,
-        };
-        match event {
-            Ok(event) if event.job == id => return Some((event.sequence, event.ended)),
-            Ok(_) => {}
-            Err(RecvError::Lagged(_)) => return Some((app.handle.sequence(), Vec::new())),
-            Err(RecvError::Closed) => return None,
+            let job = views::job(self.id, &self.facts, &progress, &|key| self.app.store.url(key));
+            let view = EventView { sequence, kind: "job".to_owned(), job: Some(job), task: None };
+            if self.send(view).await.is_none() || over {
+                return;
+            }
+            match self.changed(Instant::now() + JOB_EVENTS_EVERY).await {
+                Some(as_of) => sequence = as_of.max(sequence),
+                None => return,
+            }
         }
     }
-}
 
-/// Sends what happened. `None`: the client has gone.
-async fn tell(job: JobView, sequence: u64, ended: &[ResultEntry], out: &Out) -> Option<()> {
-    for entry in ended {
-        let view = EventView { sequence, kind: "task".to_owned(), job: job.clone(), task: Some(task(entry)) };
-        send(view, out).await?;
+    /// Waits until the job has changed and `not_before` has come; its end is told at once. `None`: the client has gone, or the
+    /// coordinator stops.
+    async fn changed(&mut self, not_before: Instant) -> Option<u64> {
+        let mut changed = None;
+        loop {
+            let event = tokio::select! {
+                event = self.events.recv() => event,
+                () = tokio::time::sleep_until(not_before), if changed.is_some() => return changed,
+                () = self.out.closed() => return None,
+                () = self.app.stop.cancelled() => return None,
+            };
+            match event {
+                Ok(event) if event.job == self.id => {
+                    changed = Some(event.sequence);
+                    self.ended(&event).await?;
+                    if event.over {
+                        return changed;
+                    }
+                }
+                Ok(_) => {}
+                Err(RecvError::Lagged(_)) => changed = Some(self.app.handle.sequence()),
+                Err(RecvError::Closed) => return None,
+            }
+        }
     }
-    send(EventView { sequence, kind: "job".to_owned(), job, task: None }, out).await
-}
 
-async fn send(view: EventView, out: &Out) -> Option<()> {
-    let event = sse::Event::default().id(view.sequence.to_string()).event(&view.kind).json_data(&view).ok()?;
-    out.send(Ok(event)).await.ok()
+    /// Tells of the tasks that ended, if that is wanted. `None`: the client has gone.
+    async fn ended(&self, event: &Event) -> Option<()> {
+        for entry in event.ended.iter().filter(|_| self.tasks) {
+            self.send(EventView { sequence: event.sequence, kind: "task".to_owned(), job: None, task: Some(task(entry)) }).await?;
+        }
+        Some(())
+    }
+
+    /// `None`: the client has gone.
+    async fn send(&self, view: EventView) -> Option<()> {
+        let event = sse::Event::default().id(view.sequence.to_string()).event(&view.kind).json_data(&view).ok()?;
+        self.out.send(Ok(event)).await.ok()
+    }
 }
 
 fn task(entry: &ResultEntry) -> TaskView {

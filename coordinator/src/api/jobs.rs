@@ -119,8 +119,8 @@ pub async fn spec(State(app): State<Arc<App>>, caller: Caller, PathOf(job): Path
     let (facts, _) = app.job(&caller, job_id(&job)?)?;
     let bytes = match facts.spec {
         SpecRef::Inline(bytes) => Vec::from(bytes).into(),
-        SpecRef::Stored { hash, len } => {
-            let got = app.store.get(&keys::spec(&hash), len).await;
+        SpecRef::Stored { hash, len, name } => {
+            let got = app.store.get(&keys::spec(name.as_ref().unwrap_or(&hash)), len).await;
             got.map_err(|error| ApiError::store(error.kind(), format!("the job's spec: {error}")))?
         }
     };

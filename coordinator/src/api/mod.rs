@@ -1,6 +1,6 @@
 //! The HTTP API: JSON over HTTP on any coordinator, with its OpenAPI document generated from the code.
 //!
-//! Owns the router, what every request and answer has in common (sequence header, limits, error form) and serving. One file per
+//! Owns the router and what every request and answer has in common (sequence header, limits, error form). One file per
 //! resource. Reads come from the local rows and state; writes become records and are answered when they were applied. Does not own
 //! any decision about a job.
 
@@ -8,10 +8,14 @@ pub mod auth;
 pub mod cluster;
 pub mod error;
 pub mod events;
+pub mod explain;
 pub mod extract;
+pub mod follow;
 pub mod jobs;
+pub mod listen;
 pub mod logs;
 pub mod outputs;
+pub mod panics;
 pub mod rest;
 pub mod results;
 pub mod streams;
@@ -67,10 +71,14 @@ pub struct App {
     pub features: Features,
     /// Largest upload, in bytes.
     pub upload_bytes_max: u64,
+    /// May whoever is on this host read the metrics without a token?
+    pub local_metrics: bool,
     /// The cluster's id.
     pub cluster: String,
     /// Open streams.
     pub streams: Streams,
+    /// After this much silence a stream says that it lives.
+    pub keep_alive: Duration,
     /// Ends streams.
     pub stop: CancellationToken,
 }
@@ -99,7 +107,11 @@ impl App {
 pub async fn blocking<T: Send + 'static>(work: impl FnOnce() -> Result<T, ApiError> + Send + 'static) -> Result<T, ApiError> {
     match tokio::task::spawn_blocking(work).await {
         Ok(result) => result,
-        Err(_) => Err(RequestError::Stopping.into()),
+        Err(error) => match error.try_into_panic() {
+            // Goes on where the request is answered.
+            Ok(panic) => std::panic::resume_unwind(panic),
+            Err(_) => Err(RequestError::Stopping.into()),
+        },
     }
 }
 
@@ -117,7 +129,7 @@ impl utoipa::Modify for Bearer {
 
 #[derive(OpenApi)]
 #[openapi(modifiers(&Bearer), info(title = "Volley", description = "Distributed batch fan-out: submit a job, follow it, fetch its results.\n\nAuthenticate with `Authorization: Bearer <token>`. Every answer carries `volley-sequence`; a request that carries it waits until this coordinator has applied that much. Errors have one form (`ErrorBody`).", license(name = "Apache-2.0")),
-    components(schemas(volley_jobspecs::api::ErrorBody, volley_jobspecs::api::EventView, volley_jobspecs::api::ResultRow, volley_jobspecs::api::LogLine)))]
+    components(schemas(volley_jobspecs::api::ErrorBody, volley_jobspecs::api::EventView, volley_jobspecs::api::ResultRow, volley_jobspecs::api::LogLine, volley_jobspecs::api::LogPiece)))]
 struct Document;
 
 fn routes() -> OpenApiRouter<Arc<App>> {
@@ -129,10 +141,11 @@ fn routes() -> OpenApiRouter<Arc<App>> {
         .routes(routes!(jobs::pause))
         .routes(routes!(jobs::resume))
         .routes(routes!(jobs::rerun))
+        .routes(routes!(explain::job))
         .routes(routes!(tasks::list))
         .routes(routes!(tasks::get))
         .routes(routes!(tasks::attempts))
-        .routes(routes!(tasks::explain))
+        .routes(routes!(explain::task))
         .routes(routes!(results::results))
         .routes(routes!(logs::task))
         .routes(routes!(logs::job))
@@ -172,6 +185,7 @@ pub fn router(app: Arc<App>) -> Router {
             ApiError::new(StatusCode::METHOD_NOT_ALLOWED, "method_not_allowed", "this path doesn't take this method; GET /openapi.json lists all")
         })
         .layer(middleware::from_fn_with_state(app.clone(), common))
+        .layer(middleware::from_fn(panics::answer))
         .layer(middleware::from_fn(rest::read_rest))
         .with_state(app)
 }
@@ -226,19 +240,4 @@ async fn caught_up(app: &App, wanted: Option<u64>) -> Result<(), ApiError> {
     }
     let message = format!("this coordinator has applied the log up to {}, the request asks for {wanted}; ask again, or another coordinator", app.handle.sequence());
     Err(ApiError::new(StatusCode::SERVICE_UNAVAILABLE, "behind", message))
-}
-
-/// Serves the API until `stop`; then gives open requests a moment to end.
-///
-/// # Errors
-/// When the listener fails for good.
-pub async fn serve(listener: tokio::net::TcpListener, app: Arc<App>, stop: CancellationToken) -> std::io::Result<()> {
-    /// Streams end by themselves on `stop`; an upload or a slow client is cut.
-    const GRACE: Duration = Duration::from_secs(5);
-    let service = router(app).into_make_service_with_connect_info::<std::net::SocketAddr>();
-    let server = axum::serve(listener, service).with_graceful_shutdown(stop.clone().cancelled_owned());
-    tokio::select! {
-        ended = server => ended,
-        () = async { stop.cancelled().await; tokio::time::sleep(GRACE).await } => Ok(()),
-    }
 }

@@ -15,7 +15,7 @@ use super::error::ApiError;
 /// Streams (results, events, logs) one tenant may hold open at one coordinator: ten programs with twenty-five each.
 pub const STREAMS_MAX: u32 = 256;
 
-/// After this much silence a stream says that it lives: a comment in events, an empty line in lines of JSON. Raw output can't.
+/// After this much silence a stream says that it lives: a comment in events, an empty line in lines of JSON. Raw output can't. Tests shorten it.
 pub const KEEP_ALIVE: Duration = Duration::from_secs(15);
 
 /// Open streams by tenant. Cheap to clone.

@@ -1,7 +1,7 @@
 //! `POST /v1/jobs`: a spec becomes a job, or every reason why not.
 //!
 //! Owns the order: read, validate, look for the key, cut the items' file, store a large spec, record. Nothing of a job exists before
-//! its record is applied; pages and specs stored before that are named by their hash and found again by the next try.
+//! its record is applied; pages and specs stored before that have a name of their own, and are collected if no job comes to name it.
 
 use std::sync::Arc;
 
@@ -20,7 +20,7 @@ use volley_jobspecs::plan::plan;
 use volley_jobspecs::resolve::{InputSource, ResolvedTask};
 use volley_jobspecs::spec::Isolation;
 use volley_jobspecs::validate::{Features, ValidJob};
-use volley_jobspecs::wire::LEVEL_KEEPING;
+use volley_jobspecs::wire::{LEVEL_KEEPING, LEVEL_ROUNDS};
 use volley_jobspecs::wire::plan::{self, SPEC_INLINE_BYTES_MAX, SpecRef};
 use volley_jobspecs::wire::record::Submit;
 use volley_store::{Store, StoreConfig};
@@ -66,24 +66,27 @@ pub async fn submit(State(app): State<Arc<App>>, caller: Caller, query: QueryOf,
     {
         return Ok((StatusCode::OK, Json(answer)).into_response());
     }
+    let level = level(&app).await?;
+    let nonce = random_hex(8)?;
+    let name = |hash: &str| if level >= LEVEL_ROUNDS { keys::for_one_job(hash, &nonce) } else { hash.to_owned() };
     let (tasks, pages) = match job.items().file() {
         None => (job.tasks(), None),
         Some(file) => {
             let (from, at, counted) = count(&app, &caller, file).await?;
-            let tasks = counted.index.count;
-            let hash = file_items::keep(&from, &at, file, counted, &app.store).await.map_err(|e| refuse_items(file, &e))?;
-            (Some(tasks), Some(hash))
+            let (tasks, pages) = (counted.index.count, name(&counted.index.hash()));
+            file_items::keep(&from, &at, file, counted, &app.store, &pages).await.map_err(|e| refuse_items(file, &e))?;
+            (Some(tasks), Some(pages))
         }
     };
     let tasks = tasks.ok_or_else(|| ApiError::bad_spec("$.items", "can't be counted"))?;
     let plan = plan::JobPlan { items: pages, ..plan(&job, tasks) };
-    let spec = spec_ref(&app, &job, &spec_hash).await?;
+    let spec = spec_ref(&app, &job, &spec_hash, name(&spec_hash)).await?;
     let actor = caller.submitter(random_hex(16)?);
     let idempotency_key = match key {
         Some(key) => key,
         None => random_hex(16)?,
     };
-    let uploads = if level(&app).await? >= LEVEL_KEEPING { uploads(&job) } else { Vec::new() };
+    let uploads = if level >= LEVEL_KEEPING { uploads(&job) } else { Vec::new() };
     let submit = Submit { actor, idempotency_key, spec_hash, plan, spec, trace: trace(&headers), uploads };
     match app.handle.submit(submit).await? {
         Answer::Submitted { job, tasks, existed } => {
@@ -154,15 +157,15 @@ async fn known(app: &App, caller: &Caller, key: &str, spec_hash: &str) -> Result
     }
 }
 
-async fn spec_ref(app: &App, job: &ValidJob, hash: &str) -> Result<SpecRef, ApiError> {
+async fn spec_ref(app: &App, job: &ValidJob, hash: &str, name: String) -> Result<SpecRef, ApiError> {
     let json = job.to_json().into_bytes();
     if json.len() <= SPEC_INLINE_BYTES_MAX {
         return Ok(SpecRef::Inline(json.into()));
     }
     let len = json.len() as u64;
-    let put = app.store.put(&keys::spec(hash), json.into()).await;
+    let put = app.store.put(&keys::spec(&name), json.into()).await;
     put.map_err(|error| ApiError::store(error.kind(), format!("storing the spec: {error}")))?;
-    Ok(SpecRef::Stored { hash: hash.to_owned(), len })
+    Ok(SpecRef::Stored { hash: hash.to_owned(), len, name: keys::of_one_job(&name).then_some(name) })
 }
 
 /// Opens and counts the file with the items.
@@ -195,7 +198,6 @@ fn refuse_items(file: &ItemFile, error: &ItemsError) -> ApiError {
     let kind = match error {
         ItemsError::Open(error) => error.kind(),
         ItemsError::Put(error) => error.kind(),
-        ItemsError::Head(error) => error.kind(),
         ItemsError::Read { .. } => volley_store::ErrorKind::Unavailable,
         ItemsError::Cut(_) | ItemsError::Changed => return ApiError::bad_spec(&path, error.to_string()),
     };

@@ -1,22 +1,22 @@
-//! `/v1/jobs/{job}/tasks`: tasks, their attempts, and why one does not run.
+//! `/v1/jobs/{job}/tasks`: tasks and their attempts.
 //!
-//! Owns those routes. Tasks are read from their pages; only who holds a task is asked of the driver. Does not own logs and outputs.
+//! Owns those routes. Tasks are read from their pages; only who holds a task is asked of the driver. Does not own logs, outputs and
+//! explanations.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use axum::Json;
 use axum::extract::State;
-use volley_jobspecs::api::{AttemptView, ErrorBody, Explanation, Page, TaskState, TaskView};
+use volley_jobspecs::api::{AttemptView, ErrorBody, Page, TaskState, TaskView};
 use volley_jobspecs::ids::{AttemptName, JobId, WorkerId};
 
 use super::auth::Caller;
 use super::error::ApiError;
 use super::extract::{PathOf, QueryOf, job_id, task_index};
 use super::{App, blocking, views};
-use crate::explain::{Heard, explain as explain_task};
 use crate::state::job::{Facts, Progress};
-use crate::state::rows::{self, RowsError};
+use crate::state::rows;
 use crate::state::task::{self, Cell, PAGE_TASKS};
 
 /// Task pages looked at for one page of rows: 1,000,000 tasks. A filter that few pass ends a page early.
@@ -153,27 +153,4 @@ pub async fn attempts(
         views.push(views::open_attempt(&name, &worker, facts.plan.needs.isolation.as_str(), assigned_ms, &url));
     }
     Ok(Json(views))
-}
-
-/// Says why a task does not run: what of its job, and what of each worker, stands in the way.
-#[utoipa::path(get, path = "/v1/jobs/{job}/tasks/{index}/explain", operation_id = "explainTask", tag = "tasks",
-    params(("job" = String, Path, description = "The job"), ("index" = u32, Path, description = "The task, from 0")),
-    responses((status = 200, body = Explanation), (status = 404, body = ErrorBody)))]
-pub async fn explain(
-    State(app): State<Arc<App>>,
-    caller: Caller,
-    PathOf((job, index)): PathOf<(String, String)>,
-    query: QueryOf,
-) -> Result<Json<Explanation>, ApiError> {
-    query.only(&[])?;
-    let (id, index) = (job_id(&job)?, task_index(&index)?);
-    let (facts, _) = app.job(&caller, id)?;
-    stored(&app, id, &facts, index)?;
-    let attempts = rows::attempts(app.handle.rows(), id, index).map_err(|error: RowsError| ApiError::from(error))?;
-    let failed_on = attempts.last().map(|(_, row)| row.worker.clone());
-    let read = move |state: &crate::state::State, leader: Option<&crate::leader::Leader>, now_ms: u64| {
-        let all = |leader: &crate::leader::Leader| state.workers.keys().filter_map(|name| Some((name.clone(), leader.silence(name, now_ms)?))).collect();
-        explain_task(state, id, index, &Heard { silence: leader.map(all), failed_on })
-    };
-    Ok(Json(app.handle.read(read).await?))
 }

@@ -68,6 +68,12 @@ pub fn task_state(cell: &Cell, rest: Option<FailureClass>) -> (TaskState, Option
     }
 }
 
+/// Has a task ended?
+#[must_use]
+pub fn ended(cell: &Cell, rest: Option<FailureClass>) -> bool {
+    matches!(task_state(cell, rest).0, TaskState::Succeeded | TaskState::Failed | TaskState::Cancelled)
+}
+
 /// A task.
 #[must_use]
 pub fn task(index: u32, cell: &Cell, rest: Option<FailureClass>, due_ms: Option<u64>, worker: Option<&WorkerId>) -> TaskView {
@@ -180,8 +186,20 @@ pub fn result(entry: &ResultEntry, row: Option<&AttemptRow>, cursor: String, url
         stderr_tail: end.and_then(|end| tail(end.stderr.as_ref())),
         output_files: end.and_then(|end| end.outputs).map_or(0, |outputs| outputs.files),
         objects: end.map(|end| url(&keys::attempt_prefix(&end.name))),
+        superseded: false,
         cursor,
     }
+}
+
+/// What is to say of a task that no attempt decided: it ended with its job. `reason` is the job's, when it is of the same round.
+#[must_use]
+pub fn undecided(class: Option<FailureClass>, reason: Option<&str>) -> Option<String> {
+    let reason = reason.unwrap_or("in a round before the rerun");
+    Some(match class? {
+        FailureClass::QueueTimeout => format!("given up with its job: {reason}"),
+        FailureClass::Cancelled if reason == "cancelled" => "cancelled with its job".to_owned(),
+        _ => format!("cancelled with its job: {reason}"),
+    })
 }
 
 /// Silence after which a worker is shown as silent, in milliseconds: two beats were missed.

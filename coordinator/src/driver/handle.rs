@@ -34,6 +34,8 @@ pub struct Event {
     pub job: JobId,
     /// Tasks that ended.
     pub ended: Vec<ResultEntry>,
+    /// Has the job itself ended?
+    pub over: bool,
 }
 
 /// Why a request was not done.

@@ -1,8 +1,7 @@
 //! Cuts a file with items into pages in the bucket, as its bytes come by.
 //!
-//! Owns reading the file, storing pages and index, and bounded memory: a small file is read once, a large one twice, because the
-//! pages' keys carry the hash of the index, which is known only at the file's end. The same file gives the same keys, so that a
-//! repeated submit finds everything there. Does not own the cutting itself (`volley_jobspecs::pages`).
+//! Owns reading the file, storing pages and index, and bounded memory: a small file is read once, a large one twice, because it is
+//! counted before anything is stored. Does not own the cutting itself (`volley_jobspecs::pages`) or the pages' name (`api/submit.rs`).
 
 use std::collections::VecDeque;
 
@@ -13,7 +12,7 @@ use tokio::io::AsyncReadExt;
 use volley_jobspecs::expand::ItemFile;
 use volley_jobspecs::keys;
 use volley_jobspecs::pages::{CutError, ItemsIndex, Page, PageCutter};
-use volley_store::{GetError, HeadError, ObjectStream, PutError, Store};
+use volley_store::{GetError, ObjectStream, PutError, Store};
 
 /// Bytes of pages that are kept while a file is read; a file with more is read a second time.
 const KEPT_BYTES_MAX: usize = 16 * 1024 * 1024;
@@ -45,9 +44,6 @@ pub enum ItemsError {
     /// A page can't be stored.
     #[error("{0}")]
     Put(#[from] PutError),
-    /// Whether the index is there can't be told.
-    #[error("{0}")]
-    Head(#[from] HeadError),
 }
 
 /// A file that was counted.
@@ -78,20 +74,13 @@ pub async fn count(from: &Store, key: &str, file: &ItemFile) -> Result<Counted, 
     Ok(Counted { index: reader.index, kept, last })
 }
 
-/// Stores the pages of a counted file, unless they are there; returns the hash that workers find them by.
+/// Stores the pages of a counted file under the name that workers find them by; the index comes last.
 ///
 /// # Errors
-/// [`ItemsError`]; what was stored by then is found again by the next try.
-pub async fn keep(from: &Store, key: &str, file: &ItemFile, counted: Counted, into: &Store) -> Result<String, ItemsError> {
+/// [`ItemsError`]; what was stored by then is garbage, and collected as such.
+pub async fn keep(from: &Store, key: &str, file: &ItemFile, counted: Counted, into: &Store, name: &str) -> Result<(), ItemsError> {
     let Counted { index, kept, .. } = counted;
-    let hash = index.hash();
-    match into.head(&keys::items_index(&hash)).await {
-        // The index is written last: where it is, all pages are.
-        Ok(_) => return Ok(hash),
-        Err(error) if error.kind() == volley_store::ErrorKind::NotFound => {}
-        Err(error) => return Err(error.into()),
-    }
-    let mut puts = Puts { into, hash: &hash, next: 0, open: FuturesUnordered::new() };
+    let mut puts = Puts { into, name, next: 0, open: FuturesUnordered::new() };
     if kept.len() == index.pages.len() {
         for page in kept {
             puts.put(page).await?;
@@ -108,8 +97,8 @@ pub async fn keep(from: &Store, key: &str, file: &ItemFile, counted: Counted, in
     }
     puts.finish().await?;
     drop(puts);
-    into.put(&keys::items_index(&hash), Bytes::from(index.to_json())).await?;
-    Ok(hash)
+    into.put(&keys::items_index(name), Bytes::from(index.to_json())).await?;
+    Ok(())
 }
 
 /// Reads a file and hands out its pages in order.
@@ -158,7 +147,7 @@ type Put<'a> = std::pin::Pin<Box<dyn Future<Output = Result<(), PutError>> + Sen
 /// Pages on their way to the bucket.
 struct Puts<'a> {
     into: &'a Store,
-    hash: &'a str,
+    name: &'a str,
     next: u32,
     open: FuturesUnordered<Put<'a>>,
 }
@@ -170,7 +159,7 @@ impl Puts<'_> {
         {
             done?;
         }
-        let (into, key) = (self.into, keys::items_page(self.hash, self.next));
+        let (into, key) = (self.into, keys::items_page(self.name, self.next));
         self.next += 1;
         self.open.push(Box::pin(async move { into.put(&key, Bytes::from(page.bytes)).await.map(|_| ()) }));
         Ok(())

@@ -15,10 +15,11 @@ use volley_jobspecs::ids::{AttemptName, JobId};
 use volley_jobspecs::keys;
 use volley_jobspecs::wire::record::Trailing;
 use volley_jobspecs::wire::report::Ending;
-use volley_store::{DeleteError, LIST_LIMIT_MAX, ListError, PutError, Store};
+use volley_store::{DeleteError, ListError, PutError, Store};
 
+use super::garbage::delete_all;
 use super::rocks::RocksRows;
-use crate::api::results::{self, Cursor};
+use crate::api::results::{self, Cursor, Wanted};
 use crate::api::views;
 use crate::metrics::Metrics;
 use crate::state::effects::AttemptRow;
@@ -54,7 +55,7 @@ struct Manifest {
     version: &'static str,
     /// The job as it ended.
     job: JobView,
-    /// Pages of results in the order they came; a rerun task has several, the last one counts.
+    /// Pages of results in the order they came, one a task.
     pages: Vec<PageRef>,
     /// Tasks that were never given out; they have no rows.
     never_started: Option<NeverStarted>,
@@ -110,17 +111,21 @@ impl Objects {
         let mut cursor = Cursor::START;
         loop {
             let (rows, store) = (self.rows.clone(), self.store.clone());
-            let from = cursor;
-            let chunk = blocking(move || results::chunk(&rows, &|key| store.url(key), job, from, PAGE_ROWS)).await?;
+            let (from, as_of) = (cursor, progress.clone());
+            let read = move || results::chunk(&rows, &|key| store.url(key), Wanted { job, progress: &as_of, superseded: false }, from, PAGE_ROWS);
+            let chunk = blocking(read).await?;
+            cursor = chunk.next;
+            if chunk.rows.is_empty() && chunk.more {
+                continue;
+            }
             if chunk.rows.is_empty() {
                 break;
             }
-            cursor = chunk.next;
             let bytes = lines(&chunk.rows);
             let key = keys::job_results(job, progress.round, u32::try_from(pages.len()).unwrap_or(u32::MAX));
             pages.push(PageRef { key: key.clone(), rows: chunk.rows.len(), bytes: bytes.len(), blake3: blake3::hash(&bytes).to_hex().to_string() });
             self.store.put(&key, bytes).await?;
-            if chunk.rows.len() < PAGE_ROWS {
+            if !chunk.more {
                 break;
             }
         }
@@ -142,32 +147,30 @@ impl Objects {
             let (failed, next) = blocking(move || failed_attempts(&rows, job, &start)).await?;
             from = next;
             for name in failed {
-                self.delete_all(&keys::attempt_prefix(&name)).await?;
+                delete_all::<TrailError>(&self.store, &keys::attempt_prefix(&name)).await?;
             }
         }
         Ok(())
     }
 
-    async fn delete_all(&self, prefix: &str) -> Result<(), TrailError> {
-        let mut after: Option<String> = None;
-        loop {
-            let page = self.store.list(prefix, after.as_deref(), LIST_LIMIT_MAX).await?;
-            let keys: Vec<&str> = page.objects.iter().map(|object| object.key.as_str()).collect();
-            if !keys.is_empty() {
-                self.store.delete_many(&keys).await?;
-            }
-            match page.next {
-                Some(next) => after = Some(next),
-                None => return Ok(()),
-            }
+    /// Deletes everything of a job. What older builds let several jobs share is left to the collector of garbage.
+    async fn delete(&self, job: JobId) -> Result<(), TrailError> {
+        delete_all::<TrailError>(&self.store, &keys::job_prefix(job)).await?;
+        let Some(facts) = rows::facts(&self.rows, job)? else { return Ok(()) };
+        if let Some(items) = facts.plan.items.filter(|name| keys::of_one_job(name)) {
+            delete_all::<TrailError>(&self.store, &keys::items_prefix(&items)).await?;
         }
+        if let Some(spec) = facts.spec.name().filter(|name| keys::of_one_job(name)) {
+            self.store.delete(&keys::spec(spec)).await?;
+        }
+        Ok(())
     }
 
     async fn work(&self, job: JobId, what: Trailing) -> Result<(), TrailError> {
         match what {
             Trailing::Manifest => self.manifest(job).await,
             Trailing::FailedObjects => self.sweep(job).await,
-            Trailing::Objects => self.delete_all(&keys::job_prefix(job)).await,
+            Trailing::Objects => self.delete(job).await,
         }
     }
 }

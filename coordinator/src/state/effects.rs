@@ -46,12 +46,12 @@ pub struct Effects {
     pub results: Vec<(JobId, u64, u32, ResultEntry)>,
     /// Answers to requests, by request id.
     pub answers: Vec<(String, Answer)>,
-    /// Bundles whose last attempt ended, and whose slot is free.
-    pub closed: Vec<(WorkerId, BundleId)>,
+    /// Bundles whose last attempt ended, and whose slot is free, each with its job.
+    pub closed: Vec<(WorkerId, BundleId, JobId)>,
     /// Workers that were lost and did not leave of their own will.
     pub workers_lost: u64,
-    /// Bundles that were opened.
-    pub opened: Vec<(WorkerId, BundleId)>,
+    /// Bundles that were opened, each with its job.
+    pub opened: Vec<(WorkerId, BundleId, JobId)>,
 }
 
 impl Effects {
@@ -186,6 +186,9 @@ pub enum Refusal {
     /// The job has not ended.
     #[error("job {0} has not ended; cancel it first with `volley cancel {0}`")]
     NotEnded(JobId),
+    /// The job is being removed.
+    #[error("job {0} is being removed; submit it again instead")]
+    Removed(JobId),
     /// Nothing to rerun.
     #[error("every ended task of job {0} succeeded: there is nothing to rerun")]
     NothingToRerun(JobId),

@@ -33,7 +33,9 @@ pub fn broken(state: &State) -> Vec<String> {
             broken.push(format!("{name} has {} bundles for {} slots", worker.bundles.len(), worker.info.slots));
         }
     }
+    let mut of_tenants = BTreeMap::new();
     for job in state.jobs.values() {
+        super::count_bundles(&mut of_tenants, &job.facts.tenant, job.bundles, true);
         let held = bundles_of.get(&job.id).copied().unwrap_or(0);
         if held != job.bundles {
             broken.push(format!("{} says {} bundles, workers hold {held}", job.id, job.bundles));
@@ -54,6 +56,9 @@ pub fn broken(state: &State) -> Vec<String> {
         if !begins && job.progress.ended_ms.is_some() != (job.ended_tasks() == job.tasks()) {
             broken.push(format!("{} ended: {:?}, with {} of {} tasks ended", job.id, job.progress.ended_ms, job.ended_tasks(), job.tasks()));
         }
+    }
+    if of_tenants != state.tenant_bundles {
+        broken.push(format!("tenants are said to have {:?} bundles, their jobs have {of_tenants:?}", state.tenant_bundles));
     }
     broken
 }

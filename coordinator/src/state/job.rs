@@ -105,6 +105,9 @@ pub struct Progress {
     /// Tasks with [`Phase::Open`].
     #[n(13)]
     pub running: u32,
+    /// The record that opened the present round; none before the first rerun, and when that was below level 3.
+    #[n(14)]
+    pub opened: Option<u64>,
 }
 
 /// An attempt that holds a slot.
@@ -254,6 +257,12 @@ impl Job {
 }
 
 impl Progress {
+    /// Did a rerun undo this end of a task? A rerun takes back every end but success, so the order of the two records tells.
+    #[must_use]
+    pub fn supersedes(&self, sequence: u64, class: Option<FailureClass>) -> bool {
+        class.is_some() && self.opened.is_some_and(|opened| sequence < opened)
+    }
+
     /// How many of `total` tasks stand where.
     #[must_use]
     pub fn counts(&self, total: u32) -> TaskCounts {

@@ -17,7 +17,6 @@ use volley_jobspecs::ids::{BundleId, JobId, TenantId, Term, WorkerId};
 use volley_jobspecs::wire::record::TenantPolicy;
 
 use job::Job;
-use task::PAGE_TASKS;
 use worker::Workers;
 
 /// How long an idempotency key is kept after its submit, in milliseconds: a day, as long as a client may reasonably retry.
@@ -156,6 +155,20 @@ pub struct Head {
     pub skipped: BTreeSet<u64>,
 }
 
+/// Counts `count` bundles of a tenant, or counts them off.
+pub fn count_bundles(counts: &mut BTreeMap<TenantId, u32>, tenant: &TenantId, count: u32, up: bool) {
+    match counts.get_mut(tenant) {
+        Some(open) => {
+            *open = if up { *open + count } else { open.saturating_sub(count) };
+            if *open == 0 {
+                counts.remove(tenant);
+            }
+        }
+        None if up && count > 0 => _ = counts.insert(tenant.clone(), count),
+        None => {}
+    }
+}
+
 /// The state.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct State {
@@ -175,6 +188,8 @@ pub struct State {
     pub uploads: BTreeMap<(TenantId, String), Upload>,
     /// What happens when. Follows from the rest.
     pub timers: BTreeSet<(u64, Timer)>,
+    /// Bundles open, by tenant; without those that have none. Follows from the jobs.
+    pub tenant_bundles: BTreeMap<TenantId, u32>,
 }
 
 impl State {
@@ -184,18 +199,18 @@ impl State {
         self.jobs.get(&id)
     }
 
-    /// Which page a task lies in.
-    #[must_use]
-    pub fn page_of(index: u32) -> u32 {
-        index / PAGE_TASKS
-    }
-
     /// Who holds a bundle.
     #[must_use]
     pub fn holder(&self, job: &Job, index: u32) -> Option<(&WorkerId, BundleId)> {
         let open = job.open.get(&index)?;
         let holder = self.workers.iter().find(|(_, w)| w.bundles.contains_key(&open.bundle));
         holder.map(|(name, _)| (name, open.bundle))
+    }
+
+    /// Bundles open of all jobs of a tenant.
+    #[must_use]
+    pub fn bundles_of(&self, tenant: &TenantId) -> u32 {
+        self.tenant_bundles.get(tenant).copied().unwrap_or(0)
     }
 
     /// Hash over all that the log decides: equal on every coordinator that applied the same records.

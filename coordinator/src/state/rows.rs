@@ -23,7 +23,7 @@ use super::effects::{AttemptRow, Effects, ResultEntry};
 use super::job::{Facts, Job, OpenAttempt, Progress};
 use super::task::Page;
 use super::worker::Worker;
-use super::{Head, Key, State, Tenant, Timer, Token, Upload};
+use super::{Head, Key, State, Tenant, Timer, Token, Upload, count_bundles};
 
 /// A table of rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -320,7 +320,10 @@ fn stays_in_memory(state: &State, id: JobId, progress: &Progress) -> bool {
 pub fn load_job(state: &mut State, rows: &dyn Rows, id: JobId, settled: bool) -> Result<bool, RowsError> {
     let key = job_key(id);
     let mut job = match state.jobs.remove(&id) {
-        Some(job) => job,
+        Some(job) => {
+            count_bundles(&mut state.tenant_bundles, &job.facts.tenant, job.bundles, false);
+            job
+        }
         None => {
             let (Some(facts), Some(progress)) = (rows.get(Table::Facts, &key)?, rows.get(Table::Jobs, &key)?) else { return Ok(false) };
             let mut job = Job::new(id, decode(Table::Facts, &key, &facts)?);
@@ -341,6 +344,7 @@ pub fn load_job(state: &mut State, rows: &dyn Rows, id: JobId, settled: bool) ->
     }
     job.rebuild_ready();
     rebuild_open(state, &mut job);
+    count_bundles(&mut state.tenant_bundles, &job.facts.tenant, job.bundles, true);
     state.timers.extend(crate::timers::of_job(&job, &state.head));
     state.jobs.insert(id, job);
     Ok(true)
@@ -383,6 +387,14 @@ pub fn attempts(rows: &dyn Rows, job: JobId, index: u32) -> Result<Vec<(u64, Att
 /// [`RowsError::Damaged`] when it is none.
 pub fn result_entry(key: &[u8], bytes: &[u8]) -> Result<ResultEntry, RowsError> {
     decode(Table::Results, key, bytes)
+}
+
+/// Reads stored facts of a job.
+///
+/// # Errors
+/// [`RowsError::Damaged`] when they are none.
+pub fn facts_of(key: &[u8], bytes: &[u8]) -> Result<Facts, RowsError> {
+    decode(Table::Facts, key, bytes)
 }
 
 /// A job's header rows, whether it is in memory or not.

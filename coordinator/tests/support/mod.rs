@@ -205,6 +205,17 @@ impl Cluster {
         answer["job"].as_str().expect("a job").to_owned()
     }
 
+    /// Waits until records are of this level.
+    pub async fn level(&self, level: u32) {
+        for _ in 0..400 {
+            if self.get("/v1/cluster").await.expect(200).json()["level"].as_u64() >= Some(u64::from(level)) {
+                return;
+            }
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+        panic!("the level was not raised to {level}");
+    }
+
     /// Waits until the job has ended.
     pub async fn ended(&self, job: &str) -> Value {
         for _ in 0..400 {
@@ -307,7 +318,6 @@ pub async fn worker(url: &str, name: &str, slots: u32, stop: CancellationToken, 
                                 }
                             },
                             Order::Stop { bundle, .. } | Order::HandBack { bundle, .. } | Order::Forget { bundle } => beat.held.retain(|h| h.bundle != bundle),
-                            Order::Watch { .. } => {}
                         }
                     }
                     for ends in all.chunks(500) {

@@ -8,6 +8,7 @@
 //! |---|---|
 //! | 1 | everything but what follows |
 //! | 2 | `Checkpointed`, `UploadGone`, `Uploaded`, and the uploads a submit names |
+//! | 3 | a job notes which record opened its round; a queue deadline says what was waited for; items and stored specs are named for one job; `UploadFound`; a removed job is not rerun |
 
 pub mod live;
 pub mod plan;
@@ -18,9 +19,12 @@ pub mod work;
 use minicbor::{Decode, Encode};
 
 /// The newest record level this build can apply.
-pub const LEVEL: u32 = 2;
+pub const LEVEL: u32 = 3;
 /// From this level on there are records of checkpoints and uploads.
 pub const LEVEL_KEEPING: u32 = 2;
+/// From this level on a job notes which record opened its round, a queue deadline says what was waited for, and what a job stored goes
+/// with it.
+pub const LEVEL_ROUNDS: u32 = 3;
 
 /// Largest message we publish, in bytes: NATS refuses more than 1 MiB by default, and headers need room too.
 pub const MESSAGE_BYTES_MAX: usize = 1_000_000;
@@ -118,6 +122,26 @@ mod tests {
         assert_eq!(decode::<Old>("t", &encode(&new)).ok(), Some(Old { a: 1, b: None }));
         let old = Old { a: 1, b: Some(2) };
         assert_eq!(decode::<New>("t", &encode(&old)).ok(), Some(New { a: 1, b: Some(2), c: None, d: 0 }));
+    }
+
+    #[test]
+    fn a_stored_spec_without_a_name_of_its_own_is_named_by_its_hash() {
+        #[derive(Debug, PartialEq, Encode, Decode)]
+        enum OldRef {
+            #[n(1)]
+            Stored {
+                #[n(0)]
+                hash: String,
+                #[n(1)]
+                len: u64,
+            },
+        }
+        let (old, none) = (OldRef::Stored { hash: "h".into(), len: 3 }, plan::SpecRef::Stored { hash: "h".into(), len: 3, name: None });
+        assert_eq!(decode::<plan::SpecRef>("t", &encode(&old)).ok(), Some(none.clone()));
+        assert_eq!(none.name(), Some("h"));
+        let named = plan::SpecRef::Stored { hash: "h".into(), len: 3, name: Some("h-1".into()) };
+        assert_eq!(decode::<plan::SpecRef>("t", &encode(&named)).ok(), Some(named.clone()));
+        assert_eq!((decode::<OldRef>("t", &encode(&named)).ok(), named.name()), (Some(old), Some("h-1")));
     }
 
     #[test]

@@ -63,7 +63,8 @@ pub struct JobPlan {
     /// How long things are kept after the job ended.
     #[n(14)]
     pub retention: Retention,
-    /// Hash of the index of its items' pages (`keys::items_index`), when they are in a file; set by whoever cut the file.
+    /// Name of its items' pages (`keys::items_index`), when they are in a file; set by whoever cut the file. Since level 3 no other
+    /// job's have it (`keys::of_one_job`); before, it was the hash of the index, which jobs may share.
     #[n(15)]
     pub items: Option<String>,
 }
@@ -206,7 +207,7 @@ pub enum SpecRef {
         #[serde(serialize_with = "super::text")]
         ByteVec,
     ),
-    /// In the bucket, under `keys::spec(hash)`.
+    /// In the bucket, under `keys::spec(name)`.
     #[n(1)]
     Stored {
         /// blake3 of its bytes, in hex.
@@ -215,5 +216,19 @@ pub enum SpecRef {
         /// Its length in bytes.
         #[n(1)]
         len: u64,
+        /// Its name, which no other job's spec has. None: the hash, which jobs may share. Since level 3.
+        #[n(2)]
+        name: Option<String>,
     },
+}
+
+impl SpecRef {
+    /// The name of a spec in the bucket; none of one that is here.
+    #[must_use]
+    pub fn name(&self) -> Option<&str> {
+        match self {
+            Self::Inline(_) => None,
+            Self::Stored { hash, name, .. } => Some(name.as_deref().unwrap_or(hash)),
+        }
+    }
 }

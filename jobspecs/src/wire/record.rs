@@ -330,6 +330,19 @@ pub enum Decision {
         #[n(1)]
         id: String,
     },
+    /// An upload lies in the bucket that no record spoke of. It goes with the last of these jobs. Since level 3.
+    #[n(11)]
+    UploadFound {
+        /// Whose.
+        #[n(0)]
+        tenant: TenantId,
+        /// Which.
+        #[n(1)]
+        id: String,
+        /// Jobs that may name it.
+        #[n(2)]
+        jobs: Vec<JobId>,
+    },
 }
 
 /// What trails a job's end.

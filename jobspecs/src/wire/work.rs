@@ -161,16 +161,7 @@ pub enum Order {
         #[n(0)]
         bundle: BundleId,
     },
-    /// Send the output of a job's tasks as it comes, for this long.
-    #[n(4)]
-    Watch {
-        /// Which job.
-        #[n(0)]
-        job: JobId,
-        /// In milliseconds.
-        #[n(1)]
-        for_ms: u64,
-    },
+    // 4 stays reserved: it said that somebody watches a job, which `subjects::watch` does now. No coordinator ever sent it.
 }
 
 /// Tasks one slot runs one after another, each its own attempt.

@@ -54,7 +54,7 @@ enum Verb {
     Tasks(verbs::tasks::Args),
     /// Shows a task with all its attempts.
     Task(verbs::task::Args),
-    /// Says why a task does not run.
+    /// Says why a task or a job does not run, or why it failed.
     Explain(verbs::explain::Args),
     /// Shows what tasks wrote.
     Logs(verbs::logs::Args),
@@ -221,6 +221,7 @@ mod tests {
             "volley job j7 --spec",
             "volley tasks j7 --state failed",
             "volley task j7 3",
+            "volley explain j7",
             "volley explain j7 3",
             "volley logs -f j7",
             "volley logs j7 3 --stream stderr --attempt 2",

@@ -51,7 +51,7 @@ pub async fn follow(out: Out, client: &Client, job: JobId, mut rows: Option<RowS
     while results_open || !over(&last) {
         tokio::select! {
             event = events.next(), if !over(&last) => match event {
-                Some(event) => last = Some(event?.job),
+                Some(event) => last = event?.job.or(last),
                 None => last = Some(client.job(job).await?),
             },
             row = results.next(), if results_open => match (row, &mut rows) {

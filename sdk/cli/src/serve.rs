@@ -141,6 +141,10 @@ pub struct CoordinatorArgs {
     /// A file with the operator's first token, `vt_bootstrap_…`. Without, only tokens in the log are valid.
     #[arg(long, env = "VOLLEY_OPERATOR_TOKEN_FILE", value_name = "FILE")]
     pub operator_token_file: Option<PathBuf>,
+    /// Gives /metrics without a token to whoever asks from this host; its tasks can, too. Without, Prometheus sends an operator's token
+    /// (`volley token create --operator --tenant NAME`).
+    #[arg(long, env = "VOLLEY_LOCAL_METRICS")]
+    pub local_metrics: bool,
     /// Copies of the log that NATS keeps: 1, 3 or 5.
     #[arg(long, env = "VOLLEY_REPLICAS", default_value_t = 1, value_name = "N", value_parser = replicas)]
     pub replicas: usize,

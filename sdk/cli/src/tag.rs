@@ -25,9 +25,13 @@ impl Tagger {
             held = rest;
         }
         if held.len() > HELD_BYTES_MAX {
+            // Not within a character: its last bytes are at most three behind its first.
+            let inside = held.iter().rev().take(3).take_while(|byte| **byte & 0xc0 == 0x80).count();
+            let begins = held.iter().rev().nth(inside).is_some_and(|byte| *byte >= 0xc0);
+            let rest = held.split_off(held.len() - if begins { inside + 1 } else { 0 });
             held.push(b'\n');
             tagged(index, stream, &held, &mut out);
-            held.clear();
+            held = rest;
         }
         if !held.is_empty() {
             self.held.insert((index, stream.to_owned()), held);

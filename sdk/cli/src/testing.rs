@@ -38,6 +38,7 @@ pub fn row(index: u32, class: Option<FailureClass>, message: Option<&str>) -> Re
         stderr_tail: Some(String::new()),
         output_files: 0,
         objects: None,
+        superseded: false,
         cursor: format!("c{index}"),
     }
 }

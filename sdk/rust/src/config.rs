@@ -27,6 +27,8 @@ pub struct Retry {
     pub backoff_first: Duration,
     /// The longest wait.
     pub backoff_max: Duration,
+    /// Longest silence within an answer before its connection is given up: coordinators send something every 15 s.
+    pub silence_max: Duration,
 }
 
 impl Default for Retry {
@@ -37,6 +39,7 @@ impl Default for Retry {
             budget: Duration::from_secs(120),
             backoff_first: Duration::from_millis(100),
             backoff_max: Duration::from_secs(5),
+            silence_max: Duration::from_secs(60),
         }
     }
 }

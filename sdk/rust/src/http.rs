@@ -21,8 +21,6 @@ use bytes::Bytes;
 
 /// Longest wait for the head of an answer: a coordinator waits up to 10 s for its log to catch up, and then says so.
 const HEAD_MAX: Duration = Duration::from_secs(30);
-/// Longest silence within an answer: coordinators send something at least every 15 s on streams that know keep-alives.
-pub(crate) const IDLE_MAX: Duration = Duration::from_secs(60);
 /// Largest answer that is read as a whole, in bytes: a page of 1,000 attempts with full tails stays far below.
 const ANSWER_BYTES_MAX: usize = 64 * 1024 * 1024;
 
@@ -112,6 +110,8 @@ pub(crate) struct Answer {
     response: Response,
     endpoint: Url,
     doing: String,
+    /// Longest silence.
+    silence_max: Duration,
 }
 
 impl Answer {
@@ -121,14 +121,14 @@ impl Answer {
 
     /// The next bytes; `None` at the regular end.
     pub(crate) async fn chunk(&mut self) -> Result<Option<Bytes>, Error> {
-        match tokio::time::timeout(IDLE_MAX, self.chunk_some_time()).await {
+        match tokio::time::timeout(self.silence_max, self.chunk_some_time()).await {
             Ok(chunk) => chunk,
-            Err(_) => Err(silent(&self.endpoint, &self.doing, IDLE_MAX)),
+            Err(_) => Err(silent(&self.endpoint, &self.doing, self.silence_max)),
         }
     }
 
     /// The next bytes, however long they take; `None` at the regular end. A host that has gone is noticed by the system.
-    pub(crate) async fn chunk_some_time(&mut self) -> Result<Option<Bytes>, Error> {
+    async fn chunk_some_time(&mut self) -> Result<Option<Bytes>, Error> {
         match self.response.chunk().await {
             Ok(chunk) => Ok(chunk),
             Err(error) => Err(self.broken(root_cause(&error))),
@@ -172,11 +172,7 @@ impl Answer {
         };
         let body = serde_json::from_slice(&bytes).unwrap_or_else(|_| ErrorBody {
             code: format!("http_{}", status.as_u16()),
-            message: format!(
-                "{} answered {status} to the request to {}; is that a Volley coordinator?",
-                shown(&self.endpoint),
-                self.doing
-            ),
+            message: format!("{} answered {status} to the request to {}; is that a Volley coordinator?", shown(&self.endpoint), self.doing),
             // What stands between: a proxy that is overloaded or has no coordinator behind it just now.
             retryable: matches!(status.as_u16(), 429 | 502 | 503 | 504),
             problems: Vec::new(),
@@ -243,15 +239,14 @@ impl Client {
             request = request.header(CONTENT_TYPE, kind).body(body);
         }
         let sent = match head_max {
-            Some(head_max) => {
-                tokio::time::timeout(head_max, request.send()).await.map_err(|_| silent(endpoint, &call.doing, head_max))?
-            }
+            Some(head_max) => tokio::time::timeout(head_max, request.send()).await.map_err(|_| silent(endpoint, &call.doing, head_max))?,
             None => request.send().await,
         };
         let response = sent.map_err(|error| failed(error, endpoint, &call.doing))?;
         let sequence = response.headers().get(SEQUENCE_HEADER).and_then(|value| value.to_str().ok()?.parse().ok());
         self.observe_sequence(sequence.unwrap_or(0));
-        let answer = Answer { response, endpoint: endpoint.clone(), doing: call.doing.clone() };
+        let silence_max = self.shared.retry.silence_max;
+        let answer = Answer { response, endpoint: endpoint.clone(), doing: call.doing.clone(), silence_max };
         if answer.status().is_success() { Ok(answer) } else { Err(answer.refusal().await) }
     }
 
@@ -271,11 +266,7 @@ impl Client {
     }
 
     /// Tries again what may succeed later, within the budget.
-    pub(crate) async fn retry<T, F: Future<Output = Result<T, Error>>>(
-        &self,
-        repeat: Repeat,
-        work: impl FnMut() -> F,
-    ) -> Result<T, Error> {
+    pub(crate) async fn retry<T, F: Future<Output = Result<T, Error>>>(&self, repeat: Repeat, work: impl FnMut() -> F) -> Result<T, Error> {
         work.retry(self.backoff())
             .when(|error| is_worth_waiting(error) && (repeat == Repeat::Always || error.is_undone()))
             .notify(|error, wait| self.tell(error, wait))
@@ -289,7 +280,7 @@ impl Client {
     }
 
     fn backoff(&self) -> ExponentialBuilder {
-        let Retry { first_contact, budget, backoff_first, backoff_max } = self.shared.retry;
+        let Retry { first_contact, budget, backoff_first, backoff_max, silence_max: _ } = self.shared.retry;
         ExponentialBuilder::default()
             .with_jitter()
             .with_min_delay(backoff_first)

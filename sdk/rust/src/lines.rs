@@ -50,18 +50,11 @@ impl Splitter {
 pub(crate) struct Lines {
     pub(crate) answer: Answer,
     splitter: Splitter,
-    /// May it be silent for any time?
-    quiet: bool,
 }
 
 impl Lines {
     pub(crate) fn new(answer: Answer) -> Self {
-        Self { answer, splitter: Splitter::default(), quiet: false }
-    }
-
-    /// Lines that may come at any time or never: nothing is to be concluded from silence.
-    pub(crate) fn quiet(answer: Answer) -> Self {
-        Self { quiet: true, ..Self::new(answer) }
+        Self { answer, splitter: Splitter::default() }
     }
 
     /// The next line; `None` at the regular end. An end within a line is a broken connection.
@@ -73,8 +66,7 @@ impl Lines {
             if self.splitter.rest() > LINE_BYTES_MAX {
                 return Err(self.answer.unexpected(format!("a line is longer than {LINE_BYTES_MAX} bytes")));
             }
-            let chunk = if self.quiet { self.answer.chunk_some_time().await? } else { self.answer.chunk().await? };
-            match chunk {
+            match self.answer.chunk().await? {
                 Some(chunk) => self.splitter.push(&chunk),
                 None if self.splitter.rest() > 0 => {
                     return Err(self.answer.broken("it ended within a line"));

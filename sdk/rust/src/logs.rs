@@ -1,11 +1,13 @@
 //! What tasks write to stdout and stderr.
 //!
-//! Owns these streams. A followed task's stream that breaks can't be gone on with: live output isn't kept anywhere, and what is kept
-//! is there once the attempt has ended. A followed job's stream is opened again, and what was written in between is missing in it.
+//! Owns these streams, and coming back after a broken connection without repeating a byte. What was written while the connection was
+//! away is missing in what comes live: of a task that is told ([`LogStream::missed`]), and what is kept has it once the try has ended.
 
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD;
 use bytes::Bytes;
 use futures::Stream;
-use volley_jobspecs::api::LogLine;
+use volley_jobspecs::api::{LogLine, LogPiece};
 use volley_jobspecs::ids::JobId;
 
 use crate::client::Client;
@@ -26,18 +28,103 @@ pub struct TaskLogsQuery {
 
 /// Raw bytes that a task wrote.
 #[derive(Debug)]
-pub struct LogStream {
-    answer: Answer,
-    follow: bool,
+pub struct LogStream(Kind);
+
+#[derive(Debug)]
+enum Kind {
+    /// What was kept, read once.
+    Kept(Box<Answer>),
+    /// What is written, followed over breaks.
+    Followed(Box<Followed>),
+}
+
+#[derive(Debug)]
+struct Followed {
+    client: Client,
+    call: Call,
+    lines: Option<Lines>,
+    /// Where to go on.
+    after: Option<String>,
+    /// Behind the last piece of stdout and of stderr: the attempt and the offset.
+    next: [Option<(u32, u64)>; 2],
+    missed: u64,
+    ended: bool,
+    patience: Patience,
 }
 
 impl LogStream {
     /// The next bytes; `None` at the end.
     ///
     /// # Errors
-    /// A connection that broke.
+    /// A connection that broke; of a followed stream, a cluster that was away for longer than the budget.
     pub async fn chunk(&mut self) -> Result<Option<Bytes>, Error> {
-        if self.follow { self.answer.chunk_some_time().await } else { self.answer.chunk().await }
+        match &mut self.0 {
+            Kind::Kept(answer) => answer.chunk().await,
+            Kind::Followed(followed) => followed.chunk().await,
+        }
+    }
+
+    /// How many bytes are missing before the last chunk, since this was last asked: they were written while the connection was away.
+    pub fn missed(&mut self) -> u64 {
+        match &mut self.0 {
+            Kind::Kept(_) => 0,
+            Kind::Followed(followed) => std::mem::take(&mut followed.missed),
+        }
+    }
+}
+
+impl Followed {
+    async fn chunk(&mut self) -> Result<Option<Bytes>, Error> {
+        while !self.ended {
+            match self.step().await {
+                Ok(Some(bytes)) => {
+                    self.patience.renew();
+                    return Ok(Some(bytes));
+                }
+                Ok(None) => {}
+                Err(error) => {
+                    let endpoint = self.lines.take().map(|lines| lines.answer.endpoint().clone());
+                    self.patience.wait(error, endpoint.as_ref()).await?;
+                }
+            }
+        }
+        Ok(None)
+    }
+
+    /// One step: bytes, or progress of another kind.
+    async fn step(&mut self) -> Result<Option<Bytes>, Error> {
+        let Some(lines) = &mut self.lines else {
+            let call = self.call.clone().query_if("after", self.after.as_ref());
+            self.lines = Some(Lines::new(self.client.send_once(&call).await?));
+            return Ok(None);
+        };
+        match lines.next().await? {
+            // A keep-alive.
+            Some(line) if line.is_empty() => Ok(None),
+            Some(line) => {
+                let read = serde_json::from_slice::<LogPiece>(&line).map_err(|error| error.to_string());
+                let piece = read.map_err(|why| lines.answer.unexpected(why))?;
+                let bytes = STANDARD.decode(&piece.base64).map_err(|error| lines.answer.unexpected(error.to_string()))?;
+                Ok(self.piece(piece, bytes))
+            }
+            None => Err(lines.answer.broken("it ended before the task did")),
+        }
+    }
+
+    fn piece(&mut self, piece: LogPiece, bytes: Vec<u8>) -> Option<Bytes> {
+        if piece.end {
+            self.ended = true;
+            return None;
+        }
+        let next = &mut self.next[usize::from(piece.stream == "stderr")];
+        if let Some((attempt, offset)) = *next
+            && attempt == piece.attempt
+        {
+            self.missed += piece.offset.saturating_sub(offset);
+        }
+        *next = Some((piece.attempt, piece.offset + bytes.len() as u64));
+        self.after = Some(piece.cursor);
+        Some(Bytes::from(bytes))
     }
 }
 
@@ -80,10 +167,11 @@ impl JobLogs {
     async fn step(&mut self) -> Result<Step, Error> {
         let Some(lines) = &mut self.lines else {
             let call = Call::get(&["jobs", &self.job.to_string(), "logs"], format!("follow the logs of {}", self.job));
-            self.lines = Some(Lines::quiet(self.client.send_once(&call.query("follow", true)).await?));
+            self.lines = Some(Lines::new(self.client.send_once(&call.query("follow", true)).await?));
             return Ok(Step::Again);
         };
         match lines.next().await? {
+            // A keep-alive.
             Some(line) if line.is_empty() => Ok(Step::Again),
             Some(line) => serde_json::from_slice(&line).map(Step::Line).map_err(|error| lines.answer.unexpected(error.to_string())),
             None => {
@@ -115,7 +203,14 @@ impl Client {
             .query_if("stream", query.stream.as_ref())
             .query_if("attempt", query.attempt)
             .query("follow", query.follow);
-        Ok(LogStream { answer: self.open(&call).await?, follow: query.follow })
+        if !query.follow {
+            return Ok(LogStream(Kind::Kept(Box::new(self.open(&call).await?))));
+        }
+        let call = call.query("form", "pieces");
+        let lines = Some(Lines::new(self.open(&call).await?));
+        let (client, patience) = (self.clone(), Patience::new(self.clone()));
+        let followed = Followed { client, call, lines, after: None, next: [None; 2], missed: 0, ended: false, patience };
+        Ok(LogStream(Kind::Followed(Box::new(followed))))
     }
 
     /// What the tasks of a job write from now on. Nothing is sent before the first piece is asked for.

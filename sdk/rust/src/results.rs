@@ -23,6 +23,8 @@ pub struct ResultsQuery {
     pub after: Option<String>,
     /// Wait for more until the job has ended?
     pub follow: bool,
+    /// Also rows that a rerun superseded? They say so. Without, each task has at most one row.
+    pub superseded: bool,
 }
 
 impl ResultsQuery {
@@ -35,7 +37,14 @@ impl ResultsQuery {
     /// Everything until the job has ended.
     #[must_use]
     pub fn follow() -> Self {
-        Self { after: None, follow: true }
+        Self { follow: true, ..Self::default() }
+    }
+
+    /// Also rows that a rerun superseded.
+    #[must_use]
+    pub fn superseded(mut self) -> Self {
+        self.superseded = true;
+        self
     }
 
     /// Only rows behind this cursor, which an earlier row carried.
@@ -62,6 +71,7 @@ pub struct Results {
     client: Client,
     job: JobId,
     after: Option<String>,
+    superseded: bool,
     phase: Phase,
     lines: Option<Lines>,
     patience: Patience,
@@ -75,6 +85,7 @@ impl Client {
             client: self.clone(),
             job,
             after: query.after,
+            superseded: query.superseded,
             phase: if query.follow { Phase::Follow } else { Phase::Drain },
             lines: None,
             patience: Patience::new(self.clone()),
@@ -121,6 +132,7 @@ impl Results {
         let Some(lines) = &mut self.lines else {
             let call = Call::get(&["jobs", &self.job.to_string(), "results"], format!("read the results of {}", self.job))
                 .query("follow", self.phase == Phase::Follow)
+                .query_if("superseded", self.superseded.then_some(true))
                 .query_if("after", self.after.as_ref());
             self.lines = Some(Lines::new(self.client.send_once(&call).await?));
             return Ok(None);

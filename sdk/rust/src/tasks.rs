@@ -56,11 +56,19 @@ impl Client {
         self.json(&Call::get(&path(job, index, Some("attempts")), format!("read the attempts of task {index} of {job}"))).await
     }
 
-    /// Why a task does not run.
+    /// Why a task does not run, or ended as it did.
     ///
     /// # Errors
     /// Code `not_found` when there is no such job or task.
     pub async fn explain(&self, job: JobId, index: u32) -> Result<Explanation, Error> {
         self.json(&Call::get(&path(job, index, Some("explain")), format!("explain task {index} of {job}"))).await
+    }
+
+    /// Why a job does not go on, or ended as it did.
+    ///
+    /// # Errors
+    /// Code `not_found` when there is no such job.
+    pub async fn explain_job(&self, job: JobId) -> Result<Explanation, Error> {
+        self.json(&Call::get(&["jobs", &job.to_string(), "explain"], format!("explain {job}"))).await
     }
 }

@@ -27,7 +27,8 @@ pub struct Watch {
 }
 
 impl Client {
-    /// Watches a job. The first event says how it stands now, the last one that it has ended.
+    /// Watches a job. The first event says how it stands now, the last one that it has ended. Those of the job come a few times a
+    /// second at most, each with the job as it is then.
     #[must_use]
     pub fn watch(&self, job: JobId) -> Watch {
         Watch {
@@ -49,8 +50,8 @@ impl Client {
         let mut watch = self.watch(job).without_tasks();
         while let Some(event) = watch.next().await {
             let event = event?;
-            if event.job.state.ended() {
-                return Ok(event.job);
+            if let Some(job) = event.job.filter(|job| job.state.ended()) {
+                return Ok(job);
             }
         }
         self.job(job).await
@@ -74,7 +75,7 @@ impl Watch {
                     self.last = Some(event.sequence);
                     // What is asked next, maybe of another coordinator, must not be older than this.
                     self.client.observe_sequence(event.sequence);
-                    self.ended = event.job.state.ended() && event.kind != "task";
+                    self.ended = event.job.as_ref().is_some_and(|job| job.state.ended());
                     return Some(Ok(event));
                 }
                 Ok(None) => {}
@@ -97,7 +98,8 @@ impl Watch {
 
     async fn step(&mut self) -> Result<Option<EventView>, Error> {
         let Some((lines, reader)) = &mut self.lines else {
-            let mut call = Call::get(&["jobs", &self.job.to_string(), "events"], format!("watch {}", self.job));
+            let mut call =
+                Call::get(&["jobs", &self.job.to_string(), "events"], format!("watch {}", self.job)).query("tasks", !self.without_tasks);
             if let Some(last) = self.last {
                 call = call.header("last-event-id", last);
             }
@@ -131,6 +133,6 @@ impl Watch {
     }
 
     fn end(&self, job: JobView) -> EventView {
-        EventView { sequence: self.client.sequence().max(self.last.unwrap_or(0)), kind: "job".into(), job, task: None }
+        EventView { sequence: self.client.sequence().max(self.last.unwrap_or(0)), kind: "job".into(), job: Some(job), task: None }
     }
 }

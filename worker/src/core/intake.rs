@@ -45,9 +45,6 @@ impl Core {
             }
             Order::HandBack { bundle, tasks } => self.hand_back(now_ms, bundle, Some(&tasks), None),
             Order::Forget { bundle } => self.on_forget(now_ms, bundle, out),
-            Order::Watch { job, for_ms } => {
-                out.push(Action::Watch { job, until_ms: now_ms.saturating_add(for_ms) });
-            }
         }
     }
 

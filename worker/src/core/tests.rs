@@ -105,7 +105,7 @@ impl World {
                     self.give(Input::Born(Incarnation(100 + self.reborn)));
                 }
                 Action::Exit => self.exited = true,
-                Action::Answer(_) | Action::Watch { .. } | Action::Dropped(_) => {}
+                Action::Answer(_) | Action::Dropped(_) => {}
             }
         }
     }

@@ -152,13 +152,6 @@ pub enum Action {
         /// What to publish.
         publish: Publish,
     },
-    /// Send live output of a job until then.
-    Watch {
-        /// Which job.
-        job: JobId,
-        /// Until when, in milliseconds of the worker's clock.
-        until_ms: u64,
-    },
     /// An incoming message was dropped; for the log.
     Dropped(ClaimError),
     /// Everything is dead; begin a new life with a fresh incarnation ([`Input::Born`]).

@@ -26,6 +26,8 @@ const REPORT_TIME: Duration = Duration::from_secs(5);
 const LIVE_TIME: Duration = Duration::from_millis(50);
 /// Work messages that may wait: the leader has one in flight, and repeats it.
 const WORK_MAX: usize = 16;
+/// Watches that may wait: one for each person at a terminal, every few seconds.
+const WATCHES_MAX: usize = 64;
 
 /// The bus.
 #[derive(Debug, Clone)]
@@ -65,6 +67,23 @@ impl Bus for NatsBus {
             while let Some(message) = messages.next().await {
                 let incoming = Incoming { bytes: message.payload, reply: message.reply.map(|s| s.to_string()) };
                 if sender.send(incoming).await.is_err() {
+                    return;
+                }
+            }
+        });
+        Ok(receiver)
+    }
+
+    async fn watches(&self) -> Result<mpsc::Receiver<JobId>, BusError> {
+        let subscribed = self.client.subscribe(subjects::WATCH_ALL).await;
+        let mut messages = subscribed.map_err(|e| BusError::Refused(format!("subscribing to {}: {e}", subjects::WATCH_ALL)))?;
+        let (sender, receiver) = mpsc::channel(WATCHES_MAX);
+        tokio::spawn(async move {
+            while let Some(message) = messages.next().await {
+                let job = message.subject.rsplit('.').next().and_then(|job| job.parse().ok());
+                if let Some(job) = job
+                    && sender.send(job).await.is_err()
+                {
                     return;
                 }
             }

@@ -28,6 +28,7 @@ pub struct FakeBus(Arc<FakeBusState>);
 
 pub struct FakeBusState {
     work: Mutex<Option<mpsc::Sender<Incoming>>>,
+    pub watches: Mutex<Option<mpsc::Sender<JobId>>>,
     answers: Mutex<Vec<WorkAnswer>>,
     pub beats: Mutex<Vec<Beat>>,
     jobs: Mutex<BTreeMap<JobId, Vec<u8>>>,
@@ -44,6 +45,11 @@ impl Bus for FakeBus {
     async fn work(&self, _worker: &WorkerId) -> Result<mpsc::Receiver<Incoming>, BusError> {
         let (sender, receiver) = mpsc::channel(64);
         *self.0.work.lock().unwrap() = Some(sender);
+        Ok(receiver)
+    }
+    async fn watches(&self) -> Result<mpsc::Receiver<JobId>, BusError> {
+        let (sender, receiver) = mpsc::channel(64);
+        *self.0.watches.lock().unwrap() = Some(sender);
         Ok(receiver)
     }
     async fn answer(&self, _reply: String, bytes: Vec<u8>) -> Result<(), BusError> {
@@ -156,6 +162,7 @@ impl World {
     pub async fn start_in(dir: tempfile::TempDir, change: impl FnOnce(&mut Config)) -> Self {
         let bus = FakeBus(Arc::new(FakeBusState {
             work: Mutex::default(),
+            watches: Mutex::default(),
             answers: Mutex::default(),
             beats: Mutex::default(),
             jobs: Mutex::default(),

@@ -9,24 +9,37 @@ use crate::error::CliError;
 use crate::exit::Exit;
 use crate::table::table;
 
+/// Longest sentence shown, in characters.
+const LINE_CHARS: usize = 500;
+
 /// Arguments.
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// The job.
     job: JobId,
-    /// The task, counted from 0.
-    task: u32,
+    /// The task, counted from 0. Left out: the job as a whole.
+    task: Option<u32>,
 }
 
 /// Carries it out.
 pub async fn run(ctx: &Ctx, args: Args) -> Result<Exit, CliError> {
-    let explanation = ctx.client()?.explain(args.job, args.task).await?;
+    let client = ctx.client()?;
+    let explanation = match args.task {
+        Some(task) => client.explain(args.job, task).await?,
+        None => client.explain_job(args.job).await?,
+    };
     ctx.out.show(&explanation, || text(&explanation))?;
     Ok(Exit::Success)
 }
 
 fn text(explanation: &Explanation) -> String {
-    let summary = format!("{}\n", clean::line(&explanation.summary, 500));
+    let mut summary = format!("{}\n", clean::line(&explanation.summary, LINE_CHARS));
+    for detail in &explanation.details {
+        summary.push_str(&format!("  {}\n", clean::line(detail, LINE_CHARS)));
+    }
+    for next in &explanation.next {
+        summary.push_str(&format!("next: {}\n", clean::line(next, LINE_CHARS)));
+    }
     if explanation.workers.is_empty() {
         return summary;
     }

@@ -1,8 +1,8 @@
 //! `volley logs`.
 
-use serde_json::json;
 use volley_jobspecs::api::LogLine;
 use volley_jobspecs::ids::JobId;
+use volley_jobspecs::utf8::Utf8;
 use volley_sdk::{Client, ResultsQuery, TaskLogsQuery};
 
 use crate::clean::Filter;
@@ -76,6 +76,11 @@ async fn one(client: &Client, args: &Args, task: u32, writer: &mut Writer<'_>) -
         let query = TaskLogsQuery { stream: Some(args.stream.clone()), attempt: args.attempt, follow: args.follow };
         let mut logs = client.task_logs(args.job, task, &query).await?;
         while let Some(chunk) = logs.chunk().await? {
+            let missed = logs.missed();
+            if missed > 0 {
+                let later = format!("`volley logs {} {task}` has them once the try has ended", args.job);
+                writer.ctx.out.note(&format!("{missed} bytes are missing here, written while the connection was away; {later}"));
+            }
             writer.text(&chunk)?;
         }
         return Ok(());
@@ -87,11 +92,21 @@ async fn one(client: &Client, args: &Args, task: u32, writer: &mut Writer<'_>) -
     for stream in streams(&args.stream) {
         let query = TaskLogsQuery { stream: Some((*stream).to_owned()), attempt: args.attempt, follow: args.follow };
         let mut logs = client.task_logs(args.job, task, &query).await?;
+        let mut utf8 = Utf8::default();
         while let Some(chunk) = logs.chunk().await? {
-            writer.ctx.out.row(&json!({ "index": task, "stream": stream, "text": String::from_utf8_lossy(&chunk) }))?;
+            piece(writer, task, stream, utf8.feed(&chunk))?;
         }
+        piece(writer, task, stream, utf8.finish())?;
     }
     Ok(())
+}
+
+/// A piece of a stream as a line of JSON, if there is anything in it.
+fn piece(writer: &Writer<'_>, index: u32, stream: &str, text: String) -> Result<(), CliError> {
+    if text.is_empty() {
+        return Ok(());
+    }
+    writer.ctx.out.row(&LogLine { index, stream: stream.to_owned(), text })
 }
 
 async fn all_live(client: &Client, args: &Args, writer: &mut Writer<'_>) -> Result<(), CliError> {
@@ -124,15 +139,15 @@ async fn all_stored(client: &Client, args: &Args, writer: &mut Writer<'_>) -> Re
                 Err(error) if error.status() == Some(404) => continue,
                 Err(error) => return Err(error.into()),
             };
-            let mut tagger = Tagger::default();
+            let (mut tagger, mut utf8) = (Tagger::default(), Utf8::default());
             while let Some(chunk) = logs.chunk().await? {
                 if writer.json() {
-                    let text = String::from_utf8_lossy(&chunk).into_owned();
-                    writer.ctx.out.row(&LogLine { index, stream: (*stream).to_owned(), text })?;
+                    piece(writer, index, stream, utf8.feed(&chunk))?;
                 } else {
                     writer.text(&tagger.feed(index, stream, &chunk))?;
                 }
             }
+            piece(writer, index, stream, utf8.finish())?;
             writer.text(&tagger.end())?;
         }
     }

@@ -27,6 +27,9 @@ pub struct Args {
     /// Only tasks that did not succeed.
     #[arg(long)]
     failed: bool,
+    /// Also rows that a rerun superseded. Without, each task has one row, its present one.
+    #[arg(long)]
+    all: bool,
     /// Waits for more until the job has ended.
     #[arg(short, long)]
     follow: bool,
@@ -41,7 +44,7 @@ pub struct Args {
 /// Carries it out.
 pub async fn run(ctx: &Ctx, args: Args) -> Result<Exit, CliError> {
     let client = if args.follow { ctx.patient_client()? } else { ctx.client()? };
-    let mut results = client.results(args.job, ResultsQuery { after: args.after, follow: args.follow });
+    let mut results = client.results(args.job, ResultsQuery { after: args.after, follow: args.follow, superseded: args.all });
     let wanted = |row: &ResultRow| !args.failed || row.state != TaskState::Succeeded;
     match args.out {
         Some(path) => {
@@ -90,21 +93,20 @@ fn header() -> String {
 }
 
 fn line(row: &ResultRow) -> String {
-    let text = match (&row.message, &row.result, &row.stdout_tail) {
+    let mut text = match (&row.message, &row.result, &row.stdout_tail) {
         (Some(message), ..) => message.clone(),
         (None, Some(result), _) => result.to_string(),
         (None, None, Some(tail)) => tail.trim().lines().last().unwrap_or_default().to_owned(),
         (None, None, None) => String::new(),
     };
+    if row.superseded {
+        text = format!("(superseded by a rerun) {text}");
+    }
     let class = row.class.map(|class| class.as_str()).unwrap_or_default();
     let code = row.code.map(|code| code.to_string()).unwrap_or_default();
     let (state, ran) = (word(&row.state), units::time(u64::from(row.run_ms)));
-    let line = format!(
-        "{:<8} {state:<10} {class:<14} {code:>5} {:>5} {ran:>7}  {}",
-        row.index,
-        row.attempts,
-        clean::line(&text, TEXT_CHARS)
-    );
+    let line =
+        format!("{:<8} {state:<10} {class:<14} {code:>5} {:>5} {ran:>7}  {}", row.index, row.attempts, clean::line(&text, TEXT_CHARS));
     line.trim_end().to_owned() + "\n"
 }
 
@@ -121,6 +123,9 @@ mod tests {
         assert_eq!(failed, "17       failed     run_timeout        1     1   120ms  ran longer than 3s and more\n");
         let mut good = row(3, None, None);
         assert_eq!(line(&good), "3        succeeded                           1   120ms  out\n");
+        good.superseded = true;
+        assert!(line(&good).ends_with("120ms  (superseded by a rerun) out\n"));
+        good.superseded = false;
         good.result = Some(serde_json::json!({ "score": 1 }));
         assert!(line(&good).ends_with("120ms  {\"score\":1}\n"));
         assert_eq!(header().split_once("RESULT").map(|(left, _)| left.len()), failed.find("ran longer"));

@@ -1,6 +1,7 @@
 //! A server that answers each request with the next reply of a script, one request a connection.
 
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 use serde_json::{Value, json};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
@@ -11,6 +12,8 @@ use tokio::task::JoinHandle;
 pub enum Reply {
     /// These bytes; then the connection is closed.
     Bytes(Vec<u8>),
+    /// Parts of a stream with so long between them; then nothing, for ever.
+    Slow(Duration, Vec<String>),
     /// Nothing: the connection is closed.
     Drop,
 }
@@ -28,8 +31,7 @@ impl Request {
     }
 
     pub fn header(&self, name: &str) -> Option<String> {
-        let find =
-            |line: &str| line.split_once(": ").filter(|(key, _)| key.eq_ignore_ascii_case(name)).map(|(_, value)| value.to_owned());
+        let find = |line: &str| line.split_once(": ").filter(|(key, _)| key.eq_ignore_ascii_case(name)).map(|(_, value)| value.to_owned());
         self.head.lines().find_map(find)
     }
 }
@@ -53,9 +55,13 @@ impl Fake {
                     continue;
                 };
                 seen.lock().expect("not poisoned").push(request);
-                if let Some(Reply::Bytes(bytes)) = script.next() {
-                    let _ = socket.write_all(&bytes).await;
-                    let _ = socket.shutdown().await;
+                match script.next() {
+                    Some(Reply::Bytes(bytes)) => {
+                        let _ = socket.write_all(&bytes).await;
+                        let _ = socket.shutdown().await;
+                    }
+                    Some(Reply::Slow(pause, parts)) => _ = tokio::spawn(slow(socket, pause, parts)),
+                    Some(Reply::Drop) | None => {}
                 }
             }
         });
@@ -74,6 +80,15 @@ impl Fake {
         self.task.abort();
         let _ = self.task.await;
     }
+}
+
+async fn slow(mut socket: TcpStream, pause: Duration, parts: Vec<String>) {
+    let _ = socket.write_all(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n").await;
+    for part in parts {
+        let _ = socket.write_all(chunk(&part).as_bytes()).await;
+        tokio::time::sleep(pause).await;
+    }
+    std::future::pending::<()>().await;
 }
 
 async fn read(socket: &mut TcpStream) -> Option<Request> {
@@ -118,10 +133,7 @@ pub fn cut_off(parts: &[&str]) -> Reply {
 
 pub fn json(status: u16, sequence: u64, value: &Value) -> Reply {
     let body = value.to_string();
-    let head = format!(
-        "HTTP/1.1 {status} S\r\ncontent-length: {}\r\nvolley-sequence: {sequence}\r\nconnection: close\r\n\r\n",
-        body.len()
-    );
+    let head = format!("HTTP/1.1 {status} S\r\ncontent-length: {}\r\nvolley-sequence: {sequence}\r\nconnection: close\r\n\r\n", body.len());
     Reply::Bytes((head + &body).into_bytes())
 }
 

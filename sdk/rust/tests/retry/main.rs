@@ -4,10 +4,11 @@ mod fake;
 
 use std::time::Duration;
 
+use base64::Engine as _;
 use fake::{Fake, Reply, chunk, cut_off, json, not_ready, refusal, whole};
 use serde_json::{Value, json};
 use volley_sdk::jobspecs::ids::JobId;
-use volley_sdk::{Client, Config, Error, ResultsQuery, Retry};
+use volley_sdk::{Client, Config, Error, ResultsQuery, Retry, TaskLogsQuery};
 
 const JOB: JobId = JobId(7);
 
@@ -18,6 +19,7 @@ fn client(fakes: &[&Fake]) -> Client {
         budget: Duration::from_secs(5),
         backoff_first: Duration::from_millis(1),
         backoff_max: Duration::from_millis(5),
+        silence_max: Duration::from_millis(400),
     };
     Client::new(config).unwrap_or_else(|e| panic!("{e}"))
 }
@@ -45,6 +47,40 @@ async fn indexes(client: &Client, query: ResultsQuery) -> Vec<u32> {
         indexes.push(row.unwrap_or_else(|e| panic!("{e}")).index);
     }
     indexes
+}
+
+fn piece(attempt: u32, offset: u64, text: &str, end: bool) -> String {
+    let encoded = base64::engine::general_purpose::STANDARD.encode(text);
+    let cursor = format!("{attempt}.{}.0", offset + text.len() as u64);
+    format!("{}\n", json!({ "attempt": attempt, "stream": "stdout", "offset": offset, "base64": encoded, "cursor": cursor, "end": end }))
+}
+
+#[tokio::test]
+async fn a_followed_task_goes_on_behind_the_last_piece_over_silence_and_breaks() {
+    let fake = Fake::start(vec![
+        // Keep-alives, so that it is not silent for too long; then it is.
+        Reply::Slow(Duration::from_millis(250), vec![piece(1, 0, "a→", false), "\n".into(), "\n".into(), piece(1, 4, "b", false)]),
+        not_ready(),
+        cut_off(&[&piece(1, 5, "c", false), &piece(1, 6, "d", false)[..20]]),
+        // What was written meanwhile is missing, and told.
+        whole(&[&piece(1, 16, "e", false), &piece(2, 0, "f", false), &piece(2, 1, "", true)]),
+    ])
+    .await;
+    let query = TaskLogsQuery { follow: true, ..TaskLogsQuery::default() };
+    let mut logs = client(&[&fake]).task_logs(JOB, 0, &query).await.unwrap_or_else(|e| panic!("{e}"));
+    let (mut text, mut missed) = (Vec::new(), Vec::new());
+    while let Some(bytes) = logs.chunk().await.unwrap_or_else(|e| panic!("{e}")) {
+        text.extend_from_slice(&bytes);
+        missed.push(logs.missed());
+    }
+    assert_eq!(String::from_utf8_lossy(&text), "a→bcef");
+    assert_eq!(missed, [0, 0, 0, 10, 0]);
+    let targets: Vec<String> = fake.requests().iter().map(fake::Request::target).collect();
+    assert!(targets[0].ends_with("logs?follow=true&form=pieces"), "{targets:?}");
+    assert!(
+        targets[1].ends_with("&after=1.5.0") && targets[2].ends_with("&after=1.5.0") && targets[3].ends_with("&after=1.6.0"),
+        "{targets:?}"
+    );
 }
 
 #[tokio::test]

@@ -24,6 +24,7 @@ use crate::api::streams::Streams;
 use crate::api::{self, App};
 use crate::config::{ConfigError, CoordinatorConfig};
 use crate::driver::{self, DriverError, Handle, Parts};
+use crate::figures;
 use crate::io::bus::{self, ConnectError};
 use crate::io::checkpoint::Keeper;
 use crate::io::levels::Levels;
@@ -225,10 +226,16 @@ impl Ground {
             bootstrap_hash: self.bootstrap_hash.clone(),
             features: self.config.features.clone(),
             upload_bytes_max: self.config.upload_bytes_max,
+            observer: self.config.observer.clone(),
             cluster: self.log.cluster.clone(),
             streams: Streams::default(),
             stop: stop.clone(),
         });
+        if let Some(observer) = &self.config.observer
+            && let Some(every) = observer.figures_every()
+        {
+            tokio::spawn(figures::tell(app.clone(), observer.clone(), every, stop.clone()));
+        }
         let api = tokio::spawn(api::serve(listener, app.clone(), stop.clone()));
         let levels = Levels::new(self.log.context().clone(), self.config.replicas);
         let (store, dir, every) = (self.store.clone(), self.config.data_dir.clone(), self.config.checkpoints);
@@ -252,6 +259,7 @@ impl Ground {
             tuning: self.config.tuning,
             replicas: self.config.replicas,
             metrics: self.metrics.clone(),
+            observer: self.config.observer.clone(),
         };
         let (handle, driver) = driver::start(parts, stop.clone()).await?;
         Ok((watch, name, handle, driver))

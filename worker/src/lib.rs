@@ -32,10 +32,12 @@ pub mod runtime;
 pub mod slots;
 pub mod spawner;
 pub mod stop;
+pub mod trace;
 
 use std::sync::Arc;
 
-use tokio::sync::{mpsc, watch};
+use tokio::sync::{mpsc, oneshot, watch};
+use tokio::task::JoinHandle;
 use volley_jobspecs::wire::plan::Isolation;
 use volley_jobspecs::wire::work::WorkerInfo;
 
@@ -105,16 +107,38 @@ pub async fn run<B: Bus, O: Objects>(
         beat_ms: config.beat_ms,
         linger_ms: config.linger_ms,
         unsent_bytes_max: config.unsent_bytes_max,
+        traced: config.observer.as_ref().is_some_and(|observer| observer.takes_spans()),
     };
     let work = bus.work(&config.name).await?;
-    let parts = Parts { shared, events: receiver, watched, spawner, cgroups: cgroups.clone() };
+    let (living, ended) = oneshot::channel();
+    let told = tell_figures(&config, &control.status, ended);
+    let parts = Parts { shared, events: receiver, watched, spawner, cgroups: cgroups.clone(), observer: config.observer.clone() };
     Driver::new(core, parts).live(work, control.wishes, control.status).await;
+    drop(living);
+    if let Some(told) = told {
+        // What can't be told is nobody's loss.
+        let _ = told.await;
+    }
     if let Some(cgroups) = cgroups {
         // What can't be removed now is removed at the next start.
         let _ = tokio::task::spawn_blocking(move || cgroups.sweep()).await;
     }
     drop(place);
     Ok(())
+}
+
+/// Tells the observer the worker's figures every so often, and once more when it has ended; if there is one that wants them.
+fn tell_figures(config: &Config, status: &watch::Sender<Status>, mut ended: oneshot::Receiver<()>) -> Option<JoinHandle<()>> {
+    let observer = config.observer.clone()?;
+    let (every, slots, status) = (observer.figures_every()?, config.slots, status.subscribe());
+    Some(tokio::spawn(async move {
+        let mut on = true;
+        while on {
+            observer.figures(trace::figures(&status.borrow(), slots));
+            on = tokio::time::timeout(every, &mut ended).await.is_err();
+        }
+        observer.figures(trace::figures(&status.borrow(), slots));
+    }))
 }
 
 /// Takes the directory and the cgroups, with nothing of a predecessor left in either.

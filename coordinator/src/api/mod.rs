@@ -36,6 +36,7 @@ use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 use volley_jobspecs::api::SEQUENCE_HEADER;
 use volley_jobspecs::ids::JobId;
+use volley_jobspecs::observe::Observing;
 use volley_jobspecs::validate::Features;
 use volley_store::{Store, StoreConfig};
 
@@ -67,6 +68,8 @@ pub struct App {
     pub features: Features,
     /// Largest upload, in bytes.
     pub upload_bytes_max: u64,
+    /// Who is told of spans.
+    pub observer: Observing,
     /// The cluster's id.
     pub cluster: String,
     /// Open streams.

@@ -15,7 +15,11 @@ use crate::state::job::{Facts, Progress};
 /// The context of a submit: in the caller's trace, or in a new one. `ids` are 24 random bytes; `records` decides whether the trace is
 /// recorded, given its id and what the caller decided.
 #[must_use]
-pub fn of_submit(caller: Option<&TraceContext>, ids: [u8; 24], records: impl FnOnce([u8; 16], Option<bool>) -> bool) -> Option<TraceContext> {
+pub fn of_submit(
+    caller: Option<&TraceContext>,
+    ids: [u8; 24],
+    records: impl FnOnce([u8; 16], Option<bool>) -> bool,
+) -> Option<TraceContext> {
     let (trace, span) = ids.split_first_chunk::<16>()?;
     let trace = caller.map_or(*trace, TraceContext::trace);
     let sampled = records(trace, caller.map(TraceContext::sampled));
@@ -40,7 +44,12 @@ fn submit_of(facts: &Facts) -> Option<TraceContext> {
 
 /// The span of a submit. `outcome` is the job, or why there is none.
 #[must_use]
-pub fn submit_span(context: TraceContext, caller: Option<&TraceContext>, (start_us, end_us): (u64, u64), outcome: Result<&str, String>) -> Span {
+pub fn submit_span(
+    context: TraceContext,
+    caller: Option<&TraceContext>,
+    (start_us, end_us): (u64, u64),
+    outcome: Result<&str, String>,
+) -> Span {
     Span {
         context,
         parent: caller.map(TraceContext::span),

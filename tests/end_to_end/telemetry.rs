@@ -26,7 +26,9 @@ type Seen = Arc<Mutex<BTreeSet<(String, String)>>>;
 async fn listen(nats: &str) -> (Seen, async_nats::Client) {
     let seen = Seen::default();
     let mut last = None;
-    for (user, password, subjects) in [("worker", "w-secret", &["volley.work.*"][..]), ("coordinator", "c-secret", &["volley.job.*", "_INBOX.>"][..])] {
+    for (user, password, subjects) in
+        [("worker", "w-secret", &["volley.work.*"][..]), ("coordinator", "c-secret", &["volley.job.*", "_INBOX.>"][..])]
+    {
         let options = async_nats::ConnectOptions::with_user_and_password(user.to_owned(), password.to_owned());
         let client = options.connect(nats).await.unwrap();
         for subject in subjects {
@@ -187,7 +189,9 @@ async fn a_job_is_one_trace_over_all_processes() {
 
 /// Messages about one job carry its trace.
 fn check_headers(seen: &BTreeSet<(String, String)>, logged: &BTreeSet<(String, String)>, job: &str) {
-    let within = |what: &BTreeSet<(String, String)>, subject: &str| what.iter().any(|(s, trace)| s.starts_with(subject) && trace.contains(CALLER_TRACE));
+    let within = |what: &BTreeSet<(String, String)>, subject: &str| {
+        what.iter().any(|(s, trace)| s.starts_with(subject) && trace.contains(CALLER_TRACE))
+    };
     for subject in ["volley.work.w1", &format!("volley.job.{job}"), "_INBOX."] {
         assert!(within(seen, subject), "{subject}: {seen:#?}");
     }

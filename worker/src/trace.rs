@@ -6,8 +6,8 @@
 
 use std::collections::BTreeMap;
 
-use volley_jobspecs::ids::{AttemptName, JobId, WorkerId};
 use volley_jobspecs::failure::FailureClass;
+use volley_jobspecs::ids::{AttemptName, JobId, WorkerId};
 use volley_jobspecs::observe::{Figure, FigureKind, Span, SpanKind, Value};
 use volley_jobspecs::wire::plan::Isolation;
 use volley_jobspecs::wire::report::{AttemptEnd, Ending};
@@ -39,8 +39,7 @@ pub enum Stage {
 
 impl Stage {
     /// All of them.
-    pub const ALL: [Self; 7] =
-        [Self::Claim, Self::Prepare, Self::Restore, Self::Execute, Self::Persist, Self::Reclaim, Self::Report];
+    pub const ALL: [Self; 7] = [Self::Claim, Self::Prepare, Self::Restore, Self::Execute, Self::Persist, Self::Reclaim, Self::Report];
 
     /// Its name, which is its file's too.
     #[must_use]
@@ -274,7 +273,10 @@ mod tests {
         let attempt = &spans[0];
         assert_eq!((attempt.parent, attempt.remote, attempt.start_us, attempt.end_us), (Some(job().span()), true, 971_599, 1_000_000));
         assert_eq!(attempt.error.as_deref(), Some("exit code 1"));
-        assert!(attempt.attributes.contains(&("volley.task", 7u32.into())) && attempt.attributes.contains(&("volley.outcome", "exit_code".into())));
+        assert!(
+            attempt.attributes.contains(&("volley.task", 7u32.into()))
+                && attempt.attributes.contains(&("volley.outcome", "exit_code".into()))
+        );
         assert!(spans[1..].iter().all(|span| span.parent == Some(attempt.context.span())));
         assert!(spans[1..].windows(2).all(|pair| pair[0].end_us == pair[1].start_us));
         assert_eq!((spans[1].start_us, spans[5].end_us), (attempt.start_us, attempt.end_us));
@@ -286,7 +288,9 @@ mod tests {
         status.totals.stages.count_one(Stage::Report, 2_500_000);
         let figures = figures(&status, 4);
         for stage in Stage::ALL {
-            let has = |figure: &&Figure| figure.name == "volley_worker_stage_seconds" && figure.labels == [("stage".to_owned(), stage.as_str().to_owned())];
+            let has = |figure: &&Figure| {
+                figure.name == "volley_worker_stage_seconds" && figure.labels == [("stage".to_owned(), stage.as_str().to_owned())]
+            };
             assert!(figures.iter().any(|figure| has(&figure)), "{stage:?}");
         }
         assert!(figures.iter().any(|figure| figure.name == "volley_worker_stage_seconds" && (figure.value - 2.5).abs() < 1e-9));

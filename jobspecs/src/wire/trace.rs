@@ -190,7 +190,14 @@ mod tests {
         let job = context().of_job(JobId(7));
         assert_eq!(job, context().of_job(JobId(7)));
         let name = |index, number| AttemptName { job: JobId(7), stage: 0, index, number, sequence: 9 };
-        let spans = [context(), job, context().of_job(JobId(8)), job.of_attempt(&name(0, 1)), job.of_attempt(&name(1, 0)), job.of_attempt(&name(1, 1))];
+        let spans = [
+            context(),
+            job,
+            context().of_job(JobId(8)),
+            job.of_attempt(&name(0, 1)),
+            job.of_attempt(&name(1, 0)),
+            job.of_attempt(&name(1, 1)),
+        ];
         let ids: std::collections::BTreeSet<_> = spans.iter().map(TraceContext::span).collect();
         assert_eq!(ids.len(), spans.len());
         assert!(spans.iter().all(|span| span.trace() == context().trace() && span.sampled()));

@@ -39,10 +39,8 @@ impl Settings {
             Some(endpoint) if !disabled => Ok(is_on(var, exporter, protocol)?.then_some(endpoint)),
             Some(_) | None => Ok(None),
         };
-        let traces =
-            signal("OTEL_TRACES_EXPORTER", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL")?;
-        let metrics =
-            signal("OTEL_METRICS_EXPORTER", "OTEL_EXPORTER_OTLP_METRICS_ENDPOINT", "OTEL_EXPORTER_OTLP_METRICS_PROTOCOL")?;
+        let traces = signal("OTEL_TRACES_EXPORTER", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL")?;
+        let metrics = signal("OTEL_METRICS_EXPORTER", "OTEL_EXPORTER_OTLP_METRICS_ENDPOINT", "OTEL_EXPORTER_OTLP_METRICS_PROTOCOL")?;
         let sampler = if traces.is_some() { Sampler::read(var)? } else { Sampler::default() };
         let ms = var("OTEL_METRIC_EXPORT_INTERVAL").and_then(|text| text.parse().ok()).filter(|ms| *ms > 0);
         let interval = ms.map_or(INTERVAL_DEFAULT, Duration::from_millis);
@@ -105,7 +103,13 @@ impl Sampler {
             "always_on" => IDS,
             "always_off" => 0,
             "traceidratio" => ratio(var)?,
-            _ => return Err(wrong("OTEL_TRACES_SAMPLER", &name, "always_on, always_off, traceidratio, and each with parentbased_ before it")),
+            _ => {
+                return Err(wrong(
+                    "OTEL_TRACES_SAMPLER",
+                    &name,
+                    "always_on, always_off, traceidratio, and each with parentbased_ before it",
+                ));
+            }
         };
         Ok(Self { below, parent_based })
     }

@@ -142,6 +142,11 @@ fn word(state: JobState) -> &'static str {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use volley_jobspecs::ids::TenantId;
+    use volley_jobspecs::parse::parse_and_validate;
+    use volley_jobspecs::plan::plan;
+    use volley_jobspecs::validate::Features;
+    use volley_jobspecs::wire::plan::SpecRef;
 
     const CALLER: &str = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-00";
 
@@ -168,5 +173,38 @@ mod tests {
         assert_eq!((span.parent, span.remote, span.error.as_deref()), (Some(caller.span()), true, Some("no")));
         let span = submit_span(context, None, (1, 2), Ok("j7"));
         assert_eq!((span.parent, span.attributes), (None, vec![("volley.job", "j7".into())]));
+    }
+
+    fn facts() -> Facts {
+        let spec = br#"{"version":"volley/v1","name":"x","items":{"count":9},"task":{"isolation":"process","command":"true"}}"#;
+        let job = parse_and_validate(spec, &Features::all()).unwrap_or_else(|e| panic!("{e}"));
+        Facts {
+            tenant: TenantId::new("t").unwrap_or_else(|e| panic!("{e}")),
+            principal: "p".into(),
+            key: "k".into(),
+            plan: plan(&job, 9),
+            spec: SpecRef::Inline(Vec::new().into()),
+            trace: Some(CALLER.to_owned()),
+            submitted_ms: 5,
+        }
+    }
+
+    #[test]
+    fn a_job_is_told_of_at_its_end_and_each_later_round_below_it() {
+        let (id, facts) = (JobId(7), facts());
+        let mut progress = Progress { round: 1, succeeded: 8, ..Progress::default() };
+        assert_eq!(job_span(id, &facts, &progress, None), None);
+        progress.ended_ms = Some(9);
+        progress.by_class.insert(FailureClass::ExitCode as u8, 1);
+        let job = job_span(id, &facts, &progress, None).unwrap_or_else(|| panic!("a span"));
+        assert_eq!((job.name, job.start_us, job.end_us), ("job", 5_000, 9_000));
+        assert_eq!(Some(job.context), of_job(id, &facts));
+        assert_eq!(job.error.as_deref(), Some("1 of 9 tasks did not succeed"));
+        progress.round = 2;
+        let rerun = job_span(id, &facts, &progress, Some(8)).unwrap_or_else(|| panic!("a span"));
+        assert_eq!((rerun.name, rerun.parent, rerun.start_us), ("rerun", Some(job.context.span()), 8_000));
+        assert_ne!(rerun.context, job.context);
+        let old = Facts { trace: Some("4bf9-00".to_owned()), ..facts };
+        assert_eq!((job_span(id, &old, &progress, None), id_of(&old)), (None, None));
     }
 }

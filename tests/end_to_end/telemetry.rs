@@ -137,7 +137,7 @@ async fn a_job_is_one_trace_over_all_processes() {
     let url = format!("http://127.0.0.1:{port}");
     let _coordinator = parts.coordinator("c1", port);
     until("it leads", || ask(&url, "/v1/cluster").is_some_and(|view| view["leader"].as_str().unwrap().starts_with("c1")));
-    let _worker = parts.worker("w1", &["--null"]);
+    let mut worker = parts.worker("w1", &["--null"]);
     until("the worker is ready", || {
         ask(&url, "/v1/workers").is_some_and(|workers| workers.as_array().unwrap().iter().any(|worker| worker["state"] == "ready"))
     });
@@ -185,6 +185,29 @@ async fn a_job_is_one_trace_over_all_processes() {
 
     check_headers(&seen.lock().unwrap(), &logged(client).await, &job_id);
     check_figures(&collector, &url);
+
+    let quiet = by_name["quiet"]["job"].as_str().unwrap();
+    volley(dir.path(), &url, &["rerun", quiet], &[]).exits(0);
+    until("the rerun's span arrived", || of(&ids[2]).iter().any(|span| span.name == "rerun"));
+    let spans = of(&ids[2]);
+    let (job, rerun) = (one(&spans, "job"), one(&spans, "rerun"));
+    assert!(rerun.parent == job.id && rerun.start >= job.end && rerun.start < rerun.end, "{job:?} {rerun:?}");
+
+    // The second life of the worker: what the first one ran has nobody to tell of it but the leader.
+    let slow = json!({ "isolation": "process", "command": "[ $VOLLEY_ATTEMPT -gt 1 ] || sleep 60" });
+    let slow = spec(dir.path(), "slow", 1, slow);
+    let job = volley(dir.path(), &url, &["submit", &slow, "-o", "json"], &[]).exits(0).json()["job"].as_str().unwrap().to_owned();
+    let view = || ask(&url, &format!("/v1/jobs/{job}")).unwrap();
+    until("it runs", || view()["tasks"]["running"] == 1);
+    worker.0.kill().unwrap();
+    worker.0.wait().unwrap();
+    let _worker = parts.worker("w1", &["--null"]);
+    until("it ends all the same", || view()["state"] == "succeeded");
+    let trace = view()["traceId"].as_str().unwrap().to_owned();
+    until("the job's span arrived", || of(&trace).iter().any(|span| span.name == "job"));
+    let spans = of(&trace);
+    let (job, lost) = (one(&spans, "job"), spans.iter().find(|span| span.name == "attempt" && span.failed).unwrap());
+    assert_eq!((&lost.service[..], &lost.parent, &lost.attributes["volley.outcome"][..]), ("volley-coordinator", &job.id, "host_lost"));
 }
 
 /// Messages about one job carry its trace.

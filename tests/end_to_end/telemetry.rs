@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex};
 use futures::StreamExt as _;
 use serde_json::{Value, json};
 
-use crate::parts::{Parts, TOKEN, ask, free_port, nats, s3};
+use crate::parts::{Part, Parts, TOKEN, ask, free_port, nats, s3};
 use crate::support::cluster::{VOLLEY, nats_server, open_dir, write};
 use crate::support::otlp::{Collector, Span};
 use crate::support::process::{Ran, start, until};
@@ -137,33 +137,24 @@ async fn a_job_is_one_trace_over_all_processes() {
     let url = format!("http://127.0.0.1:{port}");
     let _coordinator = parts.coordinator("c1", port);
     until("it leads", || ask(&url, "/v1/cluster").is_some_and(|view| view["leader"].as_str().unwrap().starts_with("c1")));
-    let mut worker = parts.worker("w1", &["--null"]);
+    let worker = parts.worker("w1", &["--null"]);
     until("the worker is ready", || {
         ask(&url, "/v1/workers").is_some_and(|workers| workers.as_array().unwrap().iter().any(|worker| worker["state"] == "ready"))
     });
     let (seen, client) = listen(&nats).await;
 
-    let on = ("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url.as_str());
-    let failing = json!({ "isolation": "process", "command": "exit $((VOLLEY_TASK_INDEX % 3 == 0))", "retry": { "attempts": 2, "backoff": { "initial": "20ms" } } });
-    let failing = spec(dir.path(), "failing", 12, failing);
-    volley(dir.path(), &url, &["run", &failing], &[on, ("TRACEPARENT", CALLER)]).exits(1);
-    let nulls = spec(dir.path(), "nulls", NULLS, json!({ "isolation": "null", "command": ["true"] }));
-    volley(dir.path(), &url, &["run", &nulls], &[on]).exits(0);
-    // Off: the job has a trace all the same, and the coordinator begins it.
-    let quiet = spec(dir.path(), "quiet", 1, json!({ "isolation": "process", "command": "false", "retry": { "attempts": 1 } }));
-    volley(dir.path(), &url, &["run", &quiet], &[]).exits(1);
-
+    let world = World { dir: dir.path(), url: &url, collector: &collector };
+    run_jobs(&world);
     let jobs = ask(&url, "/v1/jobs").unwrap();
     let by_name: BTreeMap<&str, &Value> = jobs["rows"].as_array().unwrap().iter().map(|job| (job["name"].as_str().unwrap(), job)).collect();
     let ids = ["failing", "nulls", "quiet"].map(|name| by_name[name]["traceId"].as_str().unwrap().to_owned());
     assert_eq!(ids[0], CALLER_TRACE);
-    let of = |trace: &str| collector.spans().into_iter().filter(|span| span.trace == trace).collect::<Vec<_>>();
-    until("every job's span arrived", || ids.iter().all(|trace| of(trace).iter().any(|span| span.name == "job")));
-    until("the attempts' spans arrived", || of(&ids[2]).iter().any(|span| span.name == "report"));
+    until("every job's span arrived", || ids.iter().all(|trace| world.has(trace, "job")));
+    until("the attempts' spans arrived", || world.has(&ids[2], "report"));
     let traces: BTreeSet<String> = collector.spans().into_iter().map(|span| span.trace).collect();
     assert_eq!(traces, ids.iter().cloned().collect(), "one trace a job, and no other");
 
-    let spans = of(&ids[0]);
+    let spans = world.of(&ids[0]);
     let (run, submit, job) = (one(&spans, "volley run"), one(&spans, "submit"), one(&spans, "job"));
     assert_eq!((&run.service[..], &submit.service[..], &job.service[..]), ("volley-cli", "volley-coordinator", "volley-coordinator"));
     assert_eq!((&run.parent[..], &submit.parent, &job.parent), ("00f067aa0ba902b7", &run.id, &submit.id));
@@ -176,36 +167,79 @@ async fn a_job_is_one_trace_over_all_processes() {
     let shown = volley(dir.path(), &url, &["job", &job_id], &[]).exits(0).stdout;
     assert!(shown.contains(&ids[0]), "{shown}");
 
-    let spans = of(&ids[1]);
+    check_successes(&world, &ids);
+    let logged = logged(client).await;
+    check_headers(&seen.lock().unwrap(), &logged, &job_id);
+    check_figures(&collector, &url);
+
+    check_rerun(&world, by_name["quiet"]["job"].as_str().unwrap(), &ids[2]);
+    check_lost(&world, &parts, worker);
+}
+
+/// What the checks work with.
+struct World<'a> {
+    dir: &'a Path,
+    url: &'a str,
+    collector: &'a Collector,
+}
+
+impl World<'_> {
+    fn of(&self, trace: &str) -> Vec<Span> {
+        self.collector.spans().into_iter().filter(|span| span.trace == trace).collect()
+    }
+
+    fn has(&self, trace: &str, name: &str) -> bool {
+        self.of(trace).iter().any(|span| span.name == name)
+    }
+}
+
+/// Runs a job that goes on with a trace, one that begins its own, and one that is submitted by somebody who traces nothing.
+fn run_jobs(world: &World) {
+    let on = ("OTEL_EXPORTER_OTLP_ENDPOINT", world.collector.url.as_str());
+    let failing = json!({ "isolation": "process", "command": "exit $((VOLLEY_TASK_INDEX % 3 == 0))", "retry": { "attempts": 2, "backoff": { "initial": "20ms" } } });
+    let failing = spec(world.dir, "failing", 12, failing);
+    volley(world.dir, world.url, &["run", &failing], &[on, ("TRACEPARENT", CALLER)]).exits(1);
+    let nulls = spec(world.dir, "nulls", NULLS, json!({ "isolation": "null", "command": ["true"] }));
+    volley(world.dir, world.url, &["run", &nulls], &[on]).exits(0);
+    // Off: the job has a trace all the same, and the coordinator begins it.
+    let quiet = spec(world.dir, "quiet", 1, json!({ "isolation": "process", "command": "false", "retry": { "attempts": 1 } }));
+    volley(world.dir, world.url, &["run", &quiet], &[]).exits(1);
+}
+
+/// Few successes are kept; what nobody traces begins at the coordinator.
+fn check_successes(world: &World, ids: &[String; 3]) {
+    let spans = world.of(&ids[1]);
     let (job, kept) = (one(&spans, "job"), spans.iter().filter(|span| span.name == "attempt").count());
     assert!((20..100).contains(&kept), "one in a hundred of {NULLS}, not {kept}");
     assert!(spans.iter().filter(|span| span.name == "attempt").all(|span| !span.failed && span.parent == job.id));
-    let spans = of(&ids[2]);
+    let spans = world.of(&ids[2]);
     assert!(one(&spans, "submit").parent.is_empty() && spans.iter().all(|span| span.name != "volley run"));
+}
 
-    check_headers(&seen.lock().unwrap(), &logged(client).await, &job_id);
-    check_figures(&collector, &url);
-
-    let quiet = by_name["quiet"]["job"].as_str().unwrap();
-    volley(dir.path(), &url, &["rerun", quiet], &[]).exits(0);
-    until("the rerun's span arrived", || of(&ids[2]).iter().any(|span| span.name == "rerun"));
-    let spans = of(&ids[2]);
+/// A later round hangs below the job, and is as long as it took.
+fn check_rerun(world: &World, job: &str, trace: &str) {
+    volley(world.dir, world.url, &["rerun", job], &[]).exits(0);
+    until("the rerun's span arrived", || world.has(trace, "rerun"));
+    let spans = world.of(trace);
     let (job, rerun) = (one(&spans, "job"), one(&spans, "rerun"));
     assert!(rerun.parent == job.id && rerun.start >= job.end && rerun.start < rerun.end, "{job:?} {rerun:?}");
+}
 
-    // The second life of the worker: what the first one ran has nobody to tell of it but the leader.
+/// What a worker ran in an earlier life has nobody to tell of it but the leader.
+fn check_lost(world: &World, parts: &Parts, mut worker: Part) {
     let slow = json!({ "isolation": "process", "command": "[ $VOLLEY_ATTEMPT -gt 1 ] || sleep 60" });
-    let slow = spec(dir.path(), "slow", 1, slow);
-    let job = volley(dir.path(), &url, &["submit", &slow, "-o", "json"], &[]).exits(0).json()["job"].as_str().unwrap().to_owned();
-    let view = || ask(&url, &format!("/v1/jobs/{job}")).unwrap();
+    let slow = spec(world.dir, "slow", 1, slow);
+    let submitted = volley(world.dir, world.url, &["submit", &slow, "-o", "json"], &[]).exits(0).json();
+    let path = format!("/v1/jobs/{}", submitted["job"].as_str().unwrap());
+    let view = || ask(world.url, &path).unwrap();
     until("it runs", || view()["tasks"]["running"] == 1);
     worker.0.kill().unwrap();
     worker.0.wait().unwrap();
     let _worker = parts.worker("w1", &["--null"]);
     until("it ends all the same", || view()["state"] == "succeeded");
     let trace = view()["traceId"].as_str().unwrap().to_owned();
-    until("the job's span arrived", || of(&trace).iter().any(|span| span.name == "job"));
-    let spans = of(&trace);
+    until("the job's span arrived", || world.has(&trace, "job"));
+    let spans = world.of(&trace);
     let (job, lost) = (one(&spans, "job"), spans.iter().find(|span| span.name == "attempt" && span.failed).unwrap());
     assert_eq!((&lost.service[..], &lost.parent, &lost.attributes["volley.outcome"][..]), ("volley-coordinator", &job.id, "host_lost"));
 }

@@ -12,6 +12,7 @@ use volley_coordinator::config::CoordinatorConfig;
 use volley_coordinator::io::bus::{self, ConnectError, NatsConfig};
 use volley_coordinator::run::Running;
 use volley_jobspecs::ids::WorkerId;
+use volley_jobspecs::observe::Observing;
 use volley_jobspecs::wire::plan::Isolation;
 use volley_store::{Store, StoreConfig};
 use volley_worker::{Config, NatsBus, S3Objects, Spawner};
@@ -78,7 +79,7 @@ fn host_name() -> String {
 }
 
 /// Runs a coordinator until it is told to stop.
-pub async fn coordinator(args: CoordinatorArgs) -> Ended {
+pub async fn coordinator(args: CoordinatorArgs, observer: Observing) -> Ended {
     let token = args.operator_token_file.as_deref().map(|path| secret(path, "operator token file")).transpose()?;
     let config = CoordinatorConfig {
         name: args.name.unwrap_or_else(host_name),
@@ -86,6 +87,7 @@ pub async fn coordinator(args: CoordinatorArgs) -> Ended {
         listen: args.listen,
         local_metrics: args.local_metrics,
         bootstrap_token: token,
+        observer,
         ..CoordinatorConfig::new(nats(args.nats)?, args.data_dir, store(args.store))
     };
     let stop = CancellationToken::new();
@@ -139,7 +141,7 @@ fn tiers(names: &[String], null: bool) -> Result<Vec<Isolation>, String> {
 }
 
 /// Runs a worker until it has drained.
-pub async fn worker(args: WorkerArgs, spawner: Option<Spawner>) -> Ended {
+pub async fn worker(args: WorkerArgs, spawner: Option<Spawner>, observer: Observing) -> Ended {
     let name = match args.name {
         Some(name) => name,
         None => WorkerId::new(&host_name()).map_err(line)?,
@@ -152,6 +154,7 @@ pub async fn worker(args: WorkerArgs, spawner: Option<Spawner>) -> Ended {
     config.disk_bytes = args.disk.map_or(config.disk_bytes, |size| size.0);
     config.labels = args.labels.into_iter().collect();
     config.task_user = args.task_user;
+    config.observer = observer;
     let nats = nats(args.nats)?;
     let store = store(args.store);
     run_worker(config, &nats, store, spawner).await

@@ -12,6 +12,7 @@ use volley_cli::serve::UpArgs;
 use volley_coordinator::config::CoordinatorConfig;
 use volley_coordinator::run::Running;
 use volley_jobspecs::ids::WorkerId;
+use volley_jobspecs::observe::Observing;
 use volley_jobspecs::wire::plan::Isolation;
 use volley_store::StoreConfig;
 use volley_store::embedded::{EmbeddedConfig, EmbeddedServer};
@@ -26,7 +27,7 @@ const BUCKET: &str = "volley";
 const NOBODY: (u32, u32) = (65_534, 65_534);
 
 /// Starts everything, and ends it on a signal: the first drains, the second stops now.
-pub async fn up(args: UpArgs, spawner: Option<Spawner>) -> Ended {
+pub async fn up(args: UpArgs, spawner: Option<Spawner>, observer: Observing) -> Ended {
     let dir = make_dir(&args)?;
     let secrets = Secrets::open(&dir)?;
     let mut nats = Nats::start(&dir, &secrets).await?;
@@ -43,6 +44,7 @@ pub async fn up(args: UpArgs, spawner: Option<Spawner>) -> Ended {
         listen: args.listen,
         bootstrap_token: Some(secrets.token.clone()),
         create_bucket: true,
+        observer: observer.clone(),
         ..CoordinatorConfig::new(nats.config.clone(), dir.join("coordinator"), store.clone())
     };
     let stop = CancellationToken::new();
@@ -56,7 +58,7 @@ pub async fn up(args: UpArgs, spawner: Option<Spawner>) -> Ended {
     eprintln!("Try it: volley run SPEC.json    Stop it: Ctrl-C");
 
     let config = nats.config.clone();
-    let worker = run_worker(worker_config(&args, &dir)?, &config, store, spawner);
+    let worker = run_worker(Config { observer, ..worker_config(&args, &dir)? }, &config, store, spawner);
     let ended = tokio::select! {
         ended = worker => ended,
         ended = &mut join => Err(match ended {

@@ -43,14 +43,14 @@ fn serve(command: ServeCommand) -> ExitCode {
         Err(error) => return fail(&format!("can't start: {error}")),
     };
     let done = runtime.block_on(async {
-        let telemetry = match volley_cli::telemetry::init(role(&command)) {
+        let telemetry = match volley_cli::telemetry::init(service(&command)) {
             Ok(telemetry) => telemetry,
             Err(error) => return Err(error.to_string()),
         };
         let done = match command {
-            ServeCommand::Up(args) => up::up(args, spawner).await,
-            ServeCommand::Coordinator(args) => serve::coordinator(args).await,
-            ServeCommand::Worker(args) => serve::worker(args, spawner).await,
+            ServeCommand::Up(args) => up::up(args, spawner, telemetry.observer()).await,
+            ServeCommand::Coordinator(args) => serve::coordinator(args, telemetry.observer()).await,
+            ServeCommand::Worker(args) => serve::worker(args, spawner, telemetry.observer()).await,
             ServeCommand::Log(args) => log::log(args).await,
         };
         telemetry.shutdown();
@@ -63,12 +63,13 @@ fn serve(command: ServeCommand) -> ExitCode {
     }
 }
 
-fn role(command: &ServeCommand) -> &'static str {
+/// Who a process is to whoever gets its spans and metrics.
+fn service(command: &ServeCommand) -> &'static str {
     match command {
-        ServeCommand::Up(_) => "up",
-        ServeCommand::Coordinator(_) => "coordinator",
-        ServeCommand::Worker(_) => "worker",
-        ServeCommand::Log(_) => "log",
+        ServeCommand::Up(_) => "volley-up",
+        ServeCommand::Coordinator(_) => "volley-coordinator",
+        ServeCommand::Worker(_) => "volley-worker",
+        ServeCommand::Log(_) => "volley-log",
     }
 }
 

@@ -8,6 +8,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use volley_jobspecs::ids::{IdError, check_name};
+use volley_jobspecs::observe::Observing;
 use volley_jobspecs::spec::Isolation;
 use volley_jobspecs::validate::Features;
 use volley_store::StoreConfig;
@@ -67,6 +68,8 @@ pub struct CoordinatorConfig {
     pub collect: Collect,
     /// Tuning that tests shorten.
     pub tuning: Tuning,
+    /// Who is told of spans and figures.
+    pub observer: Observing,
 }
 
 // Written by hand so that no log line can ever show a secret.
@@ -120,6 +123,7 @@ impl CoordinatorConfig {
             checkpoints: Every::default(),
             collect: Collect::default(),
             tuning: Tuning::default(),
+            observer: None,
         }
     }
 

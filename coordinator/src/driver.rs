@@ -7,12 +7,14 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
+use async_nats::{HeaderMap, Subject};
 use bytes::Bytes;
 use futures::StreamExt;
 use tokio::sync::{broadcast, mpsc, oneshot, watch};
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use volley_jobspecs::ids::{JobId, WorkerId};
+use volley_jobspecs::observe::Observing;
 use volley_jobspecs::subjects;
 use volley_jobspecs::wire::record::{Decided, Decision, Record, Trailing};
 use volley_jobspecs::wire::work::{Beat, JobForWorker, WorkAnswer};
@@ -29,10 +31,13 @@ use crate::metrics::Metrics;
 use crate::state::{Head, State};
 use crate::state::effects::{Answer, Effects};
 use crate::state::rows;
+use crate::trace;
 use crate::trail::Trailer;
 
 mod handle;
+mod observe;
 pub use handle::{Event, Handle, RequestError};
+use observe::Watching;
 
 /// Messages that may wait for the driver: a thousand workers' beats and answers.
 const INPUTS_WAITING: usize = 4_096;
@@ -80,9 +85,9 @@ type Read = Box<dyn FnOnce(&State, Option<&Leader>, u64) + Send>;
 
 /// What comes to the driver besides the log.
 pub(crate) enum Input {
-    Beat(Beat, Option<async_nats::Subject>),
+    Beat(Beat, Option<Subject>),
     Answer(WorkerId, WorkAnswer),
-    JobRequest(JobId, async_nats::Subject),
+    JobRequest(JobId, Subject),
     Read(Read),
     Await(String, oneshot::Sender<Answer>),
     Published { refused: bool },
@@ -111,6 +116,8 @@ pub struct Parts {
     pub replicas: usize,
     /// What is counted.
     pub metrics: Metrics,
+    /// Who is told of spans.
+    pub observer: Observing,
 }
 
 /// Starts a coordinator. The handle is of use at once; the task ends with `stop` or an error.
@@ -143,6 +150,7 @@ pub async fn start(parts: Parts, stop: CancellationToken) -> Result<(Handle, tok
         leading: false,
         lead_sent: None,
         publishing: false,
+        watching: Watching::new(parts.observer.clone()),
         parts,
     };
     Ok((handle, tokio::spawn(driver.run(receiver, stop))))
@@ -183,6 +191,12 @@ fn ack_prefix(name: &str) -> String {
     format!("volley.ack.{name}")
 }
 
+/// Wall clock, in microseconds since 1970.
+#[must_use]
+pub fn wall_us() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_micros() as u64)
+}
+
 /// Wall clock, in milliseconds since 1970.
 #[must_use]
 pub fn wall_ms() -> u64 {
@@ -201,6 +215,7 @@ struct Driver {
     leading: bool,
     lead_sent: Option<Instant>,
     publishing: bool,
+    watching: Watching,
 }
 
 impl Driver {
@@ -321,6 +336,7 @@ impl Driver {
     }
 
     fn tell(&mut self, fx: Effects) {
+        self.watching.applied(self.core.state(), &fx, self.leading);
         for (request, answer) in fx.answers {
             if let Some(waiter) = self.waiting.remove(&request) {
                 _ = waiter.send(answer);
@@ -374,8 +390,11 @@ impl Driver {
                 }
             }
             Input::Trailed(job, what, done) => {
-                if let Some((leader, _)) = self.core.leader() {
+                if let Some((leader, state)) = self.core.leader() {
                     leader.trailed(job, what, done);
+                    if done {
+                        self.watching.trailed(state, job, what);
+                    }
                 }
             }
             Input::Record(decision) => {
@@ -388,30 +407,34 @@ impl Driver {
     }
 
     /// Any coordinator that knows the job answers; the worker takes the first answer.
-    fn job_request(&self, job: JobId, reply: async_nats::Subject) {
+    fn job_request(&self, job: JobId, reply: Subject) {
         let facts = match self.core.state().job(job) {
             Some(found) => Some(found.facts.clone()),
             None => rows::header(&self.parts.rows, job).ok().flatten().map(|(facts, _)| facts),
         };
         if let Some(facts) = facts {
-            let answer = JobForWorker { job, tenant: facts.tenant, plan: facts.plan, spec: facts.spec, trace: facts.trace };
-            self.reply(Some(reply), wire::encode(&answer));
+            let context = trace::of_job(job, &facts);
+            let trace = context.map(|context| context.to_string());
+            let answer = JobForWorker { job, tenant: facts.tenant, plan: facts.plan, spec: facts.spec, trace };
+            self.publish_core(reply, None, context.as_ref().map(observe::header), wire::encode(&answer));
         }
     }
 
-    fn reply(&self, to: Option<async_nats::Subject>, bytes: Vec<u8>) {
+    fn reply(&self, to: Option<Subject>, bytes: Vec<u8>) {
         if let Some(to) = to {
-            self.publish_core(to, None, bytes);
+            self.publish_core(to, None, None, bytes);
         }
     }
 
     /// Core NATS publishes only enqueue; one that can't is as good as lost, which reconciliation is made for.
-    fn publish_core(&self, subject: async_nats::Subject, reply: Option<async_nats::Subject>, bytes: Vec<u8>) {
+    fn publish_core(&self, subject: Subject, reply: Option<Subject>, headers: Option<HeaderMap>, bytes: Vec<u8>) {
         let client = self.parts.client.clone();
         let publish = async move {
-            match reply {
-                Some(reply) => client.publish_with_reply(subject, reply, bytes.into()).await,
-                None => client.publish(subject, bytes.into()).await,
+            match (reply, headers) {
+                (Some(reply), Some(headers)) => client.publish_with_reply_and_headers(subject, reply, headers, bytes.into()).await,
+                (Some(reply), None) => client.publish_with_reply(subject, reply, bytes.into()).await,
+                (None, Some(headers)) => client.publish_with_headers(subject, headers, bytes.into()).await,
+                (None, None) => client.publish(subject, bytes.into()).await,
             }
         };
         // The future is ready at once unless the client's queue is full; only then is a task worth its cost.
@@ -436,7 +459,8 @@ impl Driver {
                 Action::Publish { decided, after } => self.publish(decided, after),
                 Action::Send(worker, message) => {
                     let reply = format!("{}.{worker}", ack_prefix(&self.parts.name));
-                    self.publish_core(subjects::work(&worker).into(), Some(reply.into()), wire::encode(&message));
+                    let headers = observe::header_of_work(self.core.state(), &message);
+                    self.publish_core(subjects::work(&worker).into(), Some(reply.into()), headers, wire::encode(&message));
                 }
                 Action::Trail(job, what) => {
                     let (trailer, inputs) = (self.parts.trailer.clone(), self.inputs.clone());

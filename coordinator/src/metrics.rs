@@ -26,7 +26,7 @@ pub struct Outcome {
 }
 
 impl Outcome {
-    fn of(class: Option<FailureClass>) -> Self {
+    pub(crate) fn of(class: Option<FailureClass>) -> Self {
         Self { outcome: class.map_or("succeeded", FailureClass::as_str) }
     }
 }

@@ -24,6 +24,7 @@ use crate::api::streams::Streams;
 use crate::api::{self, App, listen};
 use crate::config::{ConfigError, CoordinatorConfig};
 use crate::driver::{self, DriverError, Handle, Parts};
+use crate::figures;
 use crate::io::bus::{self, ConnectError};
 use crate::io::checkpoint::Keeper;
 use crate::io::garbage::Collector;
@@ -225,11 +226,17 @@ impl Ground {
             features: self.config.features.clone(),
             upload_bytes_max: self.config.upload_bytes_max,
             local_metrics: self.config.local_metrics,
+            observer: self.config.observer.clone(),
             cluster: self.log.cluster.clone(),
             streams: Streams::default(),
             keep_alive: self.config.keep_alive,
             stop: stop.clone(),
         });
+        if let Some(observer) = &self.config.observer
+            && let Some(every) = observer.figures_every()
+        {
+            tokio::spawn(figures::tell(app.clone(), observer.clone(), every, stop.clone()));
+        }
         let api = tokio::spawn(listen::serve(listener, api::router(app.clone()), self.config.limits, stop.clone()));
         let collector = Collector { handle: handle.clone(), store: self.store.clone(), collect: self.config.collect };
         let collector = tokio::spawn(collector.run(stop.clone()));
@@ -255,6 +262,7 @@ impl Ground {
             tuning: self.config.tuning,
             replicas: self.config.replicas,
             metrics: self.metrics.clone(),
+            observer: self.config.observer.clone(),
         };
         let (handle, driver) = driver::start(parts, stop.clone()).await?;
         Ok((watch, name, handle, driver))

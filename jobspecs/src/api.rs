@@ -149,6 +149,9 @@ api_type! {
         pub exit_code: Option<u8>,
         /// Prefix of its objects, as `s3://bucket/jobs/…`.
         pub objects: String,
+        /// Id of its trace, 32 hexadecimal digits; what is recorded of it is found under this id. None for jobs of older builds.
+        #[serde(default)]
+        pub trace_id: Option<String>,
     }
 }
 

@@ -38,7 +38,7 @@ pub fn config(name: &WorkerId, slots: u32) -> CoreConfig {
         build: "simulated".to_owned(),
         host: name.to_string(),
     };
-    CoreConfig { worker: name.clone(), info, beat_ms: BEAT_MS, linger_ms: 5, unsent_bytes_max: 1 << 20 }
+    CoreConfig { worker: name.clone(), info, beat_ms: BEAT_MS, linger_ms: 5, unsent_bytes_max: 1 << 20, traced: true }
 }
 
 impl Host {

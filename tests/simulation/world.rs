@@ -416,7 +416,7 @@ impl World {
                 let incarnation = Incarnation(self.random.next());
                 self.input(at, Input::Born(incarnation));
             }
-            Do::Answer(_) | Do::Dropped(_) => {}
+            Do::Answer(_) | Do::Tell(_) | Do::Dropped(_) => {}
             Do::Exit => {
                 let now = self.now;
                 self.hosts[at].restart(&mut self.random, now);

@@ -4,6 +4,7 @@
 
 pub mod cluster;
 pub mod http;
+pub mod otlp;
 pub mod process;
 
 pub use cluster::Cluster;

@@ -9,6 +9,8 @@ use volley_jobspecs::ids::AttemptName;
 use volley_jobspecs::wire::plan::Isolation;
 use volley_jobspecs::wire::report::{AttemptEnd, Ending, MESSAGE_BYTES_MAX, Outputs, Stream, Timing, Usage};
 
+use crate::trace::Stages;
+
 /// Time between TERM and KILL for an attempt whose command has not begun, and so has no grace of its own, in milliseconds: there
 /// is nothing to be polite to but our own downloads.
 const GRACE_MS_BEFORE_RUN: u64 = 1_000;
@@ -70,6 +72,8 @@ pub struct Outcome {
     pub stderr: Option<Stream>,
     /// Output files.
     pub outputs: Option<Outputs>,
+    /// How long each stage took.
+    pub stages: Stages,
 }
 
 impl Outcome {
@@ -85,6 +89,7 @@ impl Outcome {
             stdout: None,
             stderr: None,
             outputs: None,
+            stages: Stages::default(),
         }
     }
 

@@ -6,6 +6,7 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 use volley_jobspecs::ids::WorkerId;
+use volley_jobspecs::observe::Observing;
 use volley_jobspecs::wire::plan::Isolation;
 
 /// Most slots of a worker: each has a shim process and three directories once it was used.
@@ -52,6 +53,8 @@ pub struct Config {
     pub build: String,
     /// The host's name, for people.
     pub host: String,
+    /// Who is told of spans and figures.
+    pub observer: Observing,
 }
 
 impl Config {
@@ -77,6 +80,7 @@ impl Config {
             unsent_bytes_max: 64 << 20,
             build: env!("CARGO_PKG_VERSION").to_owned(),
             host: std::fs::read_to_string("/proc/sys/kernel/hostname").map(|h| h.trim().to_owned()).unwrap_or_default(),
+            observer: None,
         }
     }
 

@@ -10,6 +10,7 @@ mod words;
 use std::collections::BTreeMap;
 
 use volley_jobspecs::ids::{AttemptName, BundleId, Incarnation, JobId, Term};
+use volley_jobspecs::wire::report::AttemptEnd;
 use volley_jobspecs::wire::work::{Beat, BeatAnswer};
 
 use crate::attempt::{Attempt, Outcome, StopCause};
@@ -17,6 +18,7 @@ use crate::bundle::HeldBundle;
 use crate::claim::Heard;
 use crate::report::{Haste, Origin, Outbox};
 use crate::slots::{Capacity, Slots};
+use crate::trace::{Kept, Stage, Stages};
 
 pub use words::{Action, CoreConfig, Input, JobAnswer, JobFacts, Totals};
 
@@ -76,6 +78,8 @@ pub struct Core {
     beat_at_ms: u64,
     beat_out: bool,
     totals: Totals,
+    /// Attempts that are told of once their end is in the log.
+    kept: BTreeMap<(BundleId, u16), Kept>,
 }
 
 impl Core {
@@ -100,6 +104,7 @@ impl Core {
             beat_at_ms: now_ms,
             beat_out: false,
             totals: Totals::default(),
+            kept: BTreeMap::new(),
             config,
         }
     }
@@ -165,7 +170,7 @@ impl Core {
             }
             Input::Ended { slot, name, outcome } => self.on_ended(now_ms, slot, name, outcome),
             Input::ReportAcked { incarnation, number, sequence } => {
-                self.on_report_acked(incarnation, number, sequence);
+                self.on_report_acked(now_ms, incarnation, number, sequence, out);
             }
             Input::ReportFailed { incarnation, number } => {
                 if incarnation == self.heard.incarnation {
@@ -270,21 +275,38 @@ impl Core {
             }
         }
         if !silent {
+            let mut stages = outcome.stages;
             let end = current.attempt.end(now_ms, outcome);
-            self.totals.count(&end);
-            self.outbox.push(now_ms, end, origin);
+            stages.add(Stage::Claim, u64::from(end.timing.wait_ms) * 1_000);
+            self.take_end(now_ms, end, stages, origin);
         }
         self.drop_if_done(current.bundle);
     }
 
-    fn on_report_acked(&mut self, incarnation: Incarnation, number: u64, sequence: u64) {
+    /// Counts an end, keeps it to be told of if it is one of those, and has it reported.
+    fn take_end(&mut self, now_ms: u64, end: AttemptEnd, stages: Stages, origin: Origin) {
+        self.totals.count(&end, &stages);
+        if self.config.traced
+            && let Some(kept) = Kept::new(&end, stages, now_ms)
+        {
+            self.kept.insert((origin.bundle, origin.place), kept);
+        }
+        self.outbox.push(now_ms, end, origin);
+    }
+
+    fn on_report_acked(&mut self, now_ms: u64, incarnation: Incarnation, number: u64, sequence: u64, out: &mut Vec<Action>) {
         if incarnation != self.heard.incarnation {
             return;
         }
+        let since_ms = self.outbox.in_flight_since_ms(number).unwrap_or(now_ms);
         // An answer to an earlier repeat says nothing new.
         let Ok(origins) = self.outbox.acked(number, sequence) else { return };
         self.totals.reports += 1;
+        self.totals.stages.count_one(Stage::Report, now_ms.saturating_sub(since_ms) * 1_000);
         for origin in origins {
+            if let Some(kept) = self.kept.remove(&(origin.bundle, origin.place)) {
+                out.push(Action::Tell(Box::new(kept)));
+            }
             if let Some(bundle) = self.bundles.get_mut(&origin.bundle) {
                 bundle.done(origin.place);
             }

@@ -5,11 +5,12 @@
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use bytes::Bytes;
 use tokio::sync::{mpsc, watch};
 use volley_jobspecs::ids::{AttemptName, Incarnation, JobId, WorkerId};
+use volley_jobspecs::observe::{self, Observing};
 use volley_jobspecs::wire::plan::Isolation;
 use volley_jobspecs::wire::work::{Beat, BeatAnswer, WorkMessage};
 use volley_jobspecs::{subjects, wire};
@@ -26,6 +27,7 @@ use crate::runtime::null;
 use crate::runtime::process::ProcessMachine;
 use crate::spawner::Spawner;
 use crate::stop::{Stopper, stop_signal};
+use crate::trace::{Kept, Traces};
 
 /// Events that may wait for the loop: a few from every busy slot; a slot that finds it full waits, which loses nothing.
 pub const EVENTS_MAX: usize = 1_024;
@@ -54,6 +56,8 @@ pub struct Parts<B, O> {
     pub spawner: Option<Spawner>,
     /// Limits.
     pub cgroups: Option<Arc<Cgroups>>,
+    /// Who is told of spans.
+    pub observer: Observing,
 }
 
 struct Slot {
@@ -69,6 +73,7 @@ pub struct Driver<B, O> {
     begin: Instant,
     slots: BTreeMap<u32, Slot>,
     jobs: BTreeMap<JobId, (u64, Arc<Job>)>,
+    traces: Traces,
     job_clock: u64,
     heard: mpsc::Sender<Heard>,
     hearing: mpsc::Receiver<Heard>,
@@ -89,6 +94,7 @@ impl<B: Bus, O: Objects> Driver<B, O> {
             begin: Instant::now(),
             slots: BTreeMap::new(),
             jobs: BTreeMap::new(),
+            traces: Traces::default(),
             job_clock: 0,
             heard,
             hearing,
@@ -139,7 +145,12 @@ impl<B: Bus, O: Objects> Driver<B, O> {
 
     async fn on_work(&mut self, incoming: Incoming) {
         match wire::decode::<WorkMessage>("work message", &incoming.bytes) {
-            Ok(message) => self.feed(Input::Work(message), incoming.reply).await,
+            Ok(message) => {
+                if let (Some(job), Some(trace)) = (message.only_job(), incoming.trace) {
+                    self.traces.note(job, trace);
+                }
+                self.feed(Input::Work(message), incoming.reply).await;
+            }
             Err(why) => tracing::error!(%why, "work message dropped"),
         }
     }
@@ -170,6 +181,9 @@ impl<B: Bus, O: Objects> Driver<B, O> {
 
     fn keep_job(&mut self, job: Job) {
         self.job_clock += 1;
+        if let Some(trace) = job.trace {
+            self.traces.note(job.id, trace);
+        }
         self.jobs.insert(job.id, (self.job_clock, Arc::new(job)));
         while self.jobs.len() > JOBS_KEPT {
             let Some(oldest) = self.jobs.iter().min_by_key(|(_, (used, _))| *used).map(|(id, _)| *id) else { break };
@@ -223,8 +237,9 @@ impl<B: Bus, O: Objects> Driver<B, O> {
                 let (bus, worker) = (self.parts.shared.bus.clone(), self.worker.clone());
                 let number = publish.number;
                 let bytes = Bytes::from_owner(publish.bytes);
+                let trace = publish.job.and_then(|job| self.traces.of(job));
                 self.ask(async move {
-                    match bus.report(&worker, bytes).await {
+                    match bus.report(&worker, bytes, trace).await {
                         Ok(sequence) => Heard::Core(Input::ReportAcked { incarnation, number, sequence }),
                         Err(why) => {
                             tracing::warn!(%why, number, "report not in the log yet; it is repeated");
@@ -233,6 +248,7 @@ impl<B: Bus, O: Objects> Driver<B, O> {
                     }
                 });
             }
+            Action::Tell(kept) => self.tell(*kept),
             Action::Dropped(why) => tracing::debug!(%why),
             Action::NewLife => {
                 let incarnation = fresh_incarnation();
@@ -240,6 +256,17 @@ impl<B: Bus, O: Objects> Driver<B, O> {
                 self.step(Input::Born(incarnation));
             }
             Action::Exit => self.exit = true,
+        }
+    }
+
+    /// Tells of an attempt. Nobody can be told of one whose job's trace is unknown.
+    fn tell(&self, kept: Kept) {
+        if let (Some(observer), Some(job)) = (&self.parts.observer, self.traces.of(kept.job()))
+            && observe::is_recorded(&self.parts.observer, &job)
+        {
+            let now_us = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_micros());
+            let now_us = u64::try_from(now_us).unwrap_or(u64::MAX);
+            observer.spans(kept.spans(&job, &self.worker, self.now_ms(), now_us));
         }
     }
 
@@ -276,7 +303,8 @@ impl<B: Bus, O: Objects> Driver<B, O> {
             return;
         }
         let (bus, objects) = (self.parts.shared.bus.clone(), self.parts.shared.objects.clone());
-        self.ask(async move { Heard::Job(job, Box::new(Job::load(&bus, &objects, job).await)) });
+        let trace = self.traces.of(job);
+        self.ask(async move { Heard::Job(job, Box::new(Job::load(&bus, &objects, job, trace).await)) });
     }
 
     fn run(&mut self, slot: u32, name: AttemptName) {

@@ -6,6 +6,7 @@
 use std::panic::AssertUnwindSafe;
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::Instant;
 
 use futures::FutureExt;
 use tokio::sync::{mpsc, watch};
@@ -29,6 +30,7 @@ use crate::restore::restore;
 use crate::runtime::process::ProcessMachine;
 use crate::runtime::Exit;
 use crate::stop::StopSignal;
+use crate::trace::{Stage, Stages};
 
 /// An attempt to run.
 #[derive(Debug)]
@@ -71,6 +73,28 @@ pub struct Executor<B, O> {
     stop: StopSignal,
     dirs: Dirs,
     generation: u32,
+    laps: Laps,
+}
+
+/// Times stages: one reading of the clock each.
+#[derive(Debug)]
+struct Laps {
+    last: Instant,
+    stages: Stages,
+}
+
+impl Laps {
+    fn begin() -> Self {
+        Self { last: Instant::now(), stages: Stages::default() }
+    }
+
+    /// What passed since the last stage was this one's.
+    fn end(&mut self, stage: Stage) {
+        let now = Instant::now();
+        let us = now.duration_since(self.last).as_micros();
+        self.stages.add(stage, u64::try_from(us).unwrap_or(u64::MAX));
+        self.last = now;
+    }
 }
 
 impl<B: Bus, O: Objects> Executor<B, O> {
@@ -78,24 +102,28 @@ impl<B: Bus, O: Objects> Executor<B, O> {
     #[must_use]
     pub fn new(slot: u32, shared: Shared<B, O>, machine: ProcessMachine, stop: StopSignal) -> Self {
         let dirs = Dirs::new(shared.dir.join(slot.to_string()), shared.owner);
-        Self { slot, shared, machine, stop, dirs, generation: 0 }
+        Self { slot, shared, machine, stop, dirs, generation: 0, laps: Laps::begin() }
     }
 
     /// Runs attempts until the driver is gone.
     pub async fn serve(mut self, mut orders: mpsc::Receiver<SlotOrder>) {
         while let Some(SlotOrder { name, job }) = orders.recv().await {
-            let span = tracing::info_span!(
+            // At the level of errors, so that its fields stand on every line, whatever the filter lets through.
+            let span = tracing::error_span!(
                 "attempt",
                 job = %name.job,
                 task = name.index,
                 attempt = name.number,
-                trace = job.trace.as_deref()
+                trace = job.trace.map(|trace| trace.trace_id())
             );
-            let run = AssertUnwindSafe(self.run(&name, &job).instrument(span)).catch_unwind();
-            let outcome = match run.await {
+            let run = AssertUnwindSafe(self.run(&name, &job).instrument(span.clone())).catch_unwind();
+            let mut outcome = match run.await {
                 Ok(outcome) => outcome,
                 Err(_panic) => self.after_panic(),
             };
+            outcome.stages = self.laps.stages;
+            let class = outcome.failure.map(FailureClass::as_str);
+            span.in_scope(|| tracing::debug!(class, code = outcome.code, "ended"));
             let ended = Input::Ended { slot: self.slot, name, outcome };
             if self.shared.events.send(ended).await.is_err() {
                 return;
@@ -112,6 +140,7 @@ impl<B: Bus, O: Objects> Executor<B, O> {
 
     async fn run(&mut self, name: &AttemptName, job: &Job) -> Outcome {
         self.stop.begin(*name);
+        self.laps = Laps::begin();
         let outcome = self.stages(name, job).await;
         if !self.dirs.are_clean() {
             let dirs = self.dirs.clone();
@@ -125,6 +154,7 @@ impl<B: Bus, O: Objects> Executor<B, O> {
                 // It panicked, or the runtime ends: the next attempt looks for itself.
                 Err(_) => {}
             }
+            self.laps.end(Stage::Reclaim);
         }
         outcome
     }
@@ -137,6 +167,7 @@ impl<B: Bus, O: Objects> Executor<B, O> {
             _ = self.stop.next() => None,
             prepared = prepare(job, name, dirs, inputs, pages).instrument(tracing::debug_span!("prepare")) => Some(prepared),
         };
+        self.laps.end(Stage::Prepare);
         let prepared = match prepared {
             Some(Ok(prepared)) => prepared,
             Some(Err(why)) => return Outcome::failed(why.class(), why.to_string()),
@@ -151,6 +182,7 @@ impl<B: Bus, O: Objects> Executor<B, O> {
             _ = self.stop.next() => None,
             restored = restore(&mut self.machine, &prepared).instrument(tracing::debug_span!("restore")) => Some(restored),
         };
+        self.laps.end(Stage::Restore);
         match restored {
             Some(Ok(())) => {}
             Some(Err(why)) => {
@@ -168,6 +200,7 @@ impl<B: Bus, O: Objects> Executor<B, O> {
         let executed = execute(&mut self.machine, &prepared, &mut self.stop, &live, bytes_max)
             .instrument(tracing::debug_span!("execute"))
             .await;
+        self.laps.end(Stage::Execute);
         if matches!(executed.exit, Err(ExecuteError::Lost | ExecuteError::Stuck | ExecuteError::Spawner(_))) {
             self.machine.distrust();
             // What can't be killed may still write here.
@@ -178,6 +211,7 @@ impl<B: Bus, O: Objects> Executor<B, O> {
         // Asked before anything is cleared away.
         let room = if executed.exit.as_ref().is_ok_and(|exit| exit.code == Some(0)) { Ok(()) } else { self.dirs.room() };
         let outcome = self.keep(name, &prepared, executed).instrument(tracing::debug_span!("persist")).await;
+        self.laps.end(Stage::Persist);
         match room {
             Ok(()) => outcome,
             Err(full) => excused(outcome, &full),
@@ -274,6 +308,7 @@ fn outcome(exit: Result<Exit, ExecuteError>, prepared: &Prepared, kept: Kept, lo
         stdout: kept.stdout,
         stderr: kept.stderr,
         outputs: kept.outputs,
+        stages: Stages::default(),
     }
 }
 

@@ -13,6 +13,7 @@ use volley_jobspecs::pages::{ItemsIndex, LoadedPage};
 use volley_jobspecs::resolve::TaskTemplate;
 use volley_jobspecs::wire;
 use volley_jobspecs::wire::plan::{Isolation, JobPlan, SpecRef};
+use volley_jobspecs::wire::trace::TraceContext;
 use volley_jobspecs::wire::work::JobForWorker;
 use volley_jobspecs::{keys, parse};
 
@@ -71,30 +72,31 @@ pub struct Job {
     pub plan: JobPlan,
     /// What each task runs; `None` for `null`, which runs nothing.
     pub template: Option<TaskTemplate>,
-    /// W3C trace context.
-    pub trace: Option<String>,
+    /// Its trace; its attempts' spans lie below this.
+    pub trace: Option<TraceContext>,
     items: ItemPlan,
 }
 
 impl Job {
-    /// Asks for a job and reads it.
+    /// Asks for a job and reads it. `trace` is its trace, as far as it is known already.
     ///
     /// # Errors
     /// [`JobError`].
-    pub async fn load<B: Bus, O: Objects>(bus: &B, objects: &O, job: JobId) -> Result<Self, JobError> {
+    pub async fn load<B: Bus, O: Objects>(bus: &B, objects: &O, job: JobId, trace: Option<TraceContext>) -> Result<Self, JobError> {
         let unusable = |why: String| JobError::Unusable { job, why };
-        let answer = bus.job(job).await.map_err(|source| JobError::Bus { job, source })?;
+        let answer = bus.job(job, trace).await.map_err(|source| JobError::Bus { job, source })?;
         if answer.is_empty() {
             return Err(JobError::Missing(job));
         }
         let found: JobForWorker = wire::decode("job", &answer).map_err(|e| unusable(e.to_string()))?;
+        let trace = found.trace.as_deref().and_then(|text| text.parse().ok());
         if found.plan.needs.isolation == Isolation::Null {
             return Ok(Self {
                 id: job,
                 tenant: found.tenant,
                 plan: found.plan,
                 template: None,
-                trace: found.trace,
+                trace,
                 items: ItemPlan::single(),
             });
         }
@@ -121,7 +123,7 @@ impl Job {
             let texts: Vec<String> = bad.iter().map(|bad| format!("task{}: {}", bad.field, bad.error)).collect();
             unusable(texts.join("; "))
         })?;
-        Ok(Self { id: job, tenant: found.tenant, plan: found.plan, template: Some(template), trace: found.trace, items })
+        Ok(Self { id: job, tenant: found.tenant, plan: found.plan, template: Some(template), trace, items })
     }
 
     /// What the core needs to know.

@@ -32,10 +32,12 @@ pub mod runtime;
 pub mod slots;
 pub mod spawner;
 pub mod stop;
+pub mod trace;
 
 use std::sync::Arc;
 
-use tokio::sync::{mpsc, watch};
+use tokio::sync::{mpsc, oneshot, watch};
+use tokio::task::JoinHandle;
 use tokio_util::task::AbortOnDropHandle;
 use volley_jobspecs::wire::plan::Isolation;
 use volley_jobspecs::wire::work::WorkerInfo;
@@ -90,25 +92,11 @@ pub async fn run<B: Bus, O: Objects>(
         owner: config.task_user,
         stream_bytes_max: config.stream_bytes_max,
     };
-    let core = core::CoreConfig {
-        worker: config.name.clone(),
-        info: WorkerInfo {
-            slots: config.slots,
-            cpu_milli: config.cpu_milli,
-            memory_bytes: config.memory_bytes,
-            disk_bytes: config.disk_bytes,
-            isolation: config.isolation.clone(),
-            labels: config.labels.clone(),
-            limits: cgroups.is_some(),
-            build: config.build.clone(),
-            host: config.host.clone(),
-        },
-        beat_ms: config.beat_ms,
-        linger_ms: config.linger_ms,
-        unsent_bytes_max: config.unsent_bytes_max,
-    };
+    let core = core_config(&config, cgroups.is_some());
     let (work, watches) = (bus.work(&config.name).await?, bus.watches().await?);
-    let parts = Parts { shared, events: receiver, watched, spawner, cgroups: cgroups.clone() };
+    let (living, ended) = oneshot::channel();
+    let told = tell_figures(&config, &control.status, ended);
+    let parts = Parts { shared, events: receiver, watched, spawner, cgroups: cgroups.clone(), observer: config.observer.clone() };
     // A task of its own: one that is polled by `block_on` is woken through the kernel, for each event of a slot.
     let driver = tokio::spawn(Driver::new(core, parts).live(work, watches, control.wishes, control.status));
     if let Err(ended) = AbortOnDropHandle::new(driver).await {
@@ -117,12 +105,53 @@ pub async fn run<B: Bus, O: Objects>(
             Err(_the_runtime_ends) => return Ok(()),
         }
     }
+    drop(living);
+    if let Some(told) = told {
+        // What can't be told is nobody's loss.
+        let _ = told.await;
+    }
     if let Some(cgroups) = cgroups {
         // What can't be removed now is removed at the next start.
         let _ = tokio::task::spawn_blocking(move || cgroups.sweep()).await;
     }
     drop(place);
     Ok(())
+}
+
+/// What the core is told of this worker. `limits`: they can be enforced.
+fn core_config(config: &Config, limits: bool) -> core::CoreConfig {
+    core::CoreConfig {
+        worker: config.name.clone(),
+        info: WorkerInfo {
+            slots: config.slots,
+            cpu_milli: config.cpu_milli,
+            memory_bytes: config.memory_bytes,
+            disk_bytes: config.disk_bytes,
+            isolation: config.isolation.clone(),
+            labels: config.labels.clone(),
+            limits,
+            build: config.build.clone(),
+            host: config.host.clone(),
+        },
+        beat_ms: config.beat_ms,
+        linger_ms: config.linger_ms,
+        unsent_bytes_max: config.unsent_bytes_max,
+        traced: config.observer.as_ref().is_some_and(|observer| observer.takes_spans()),
+    }
+}
+
+/// Tells the observer the worker's figures every so often, and once more when it has ended; if there is one that wants them.
+fn tell_figures(config: &Config, status: &watch::Sender<Status>, mut ended: oneshot::Receiver<()>) -> Option<JoinHandle<()>> {
+    let observer = config.observer.clone()?;
+    let (every, slots, status) = (observer.figures_every()?, config.slots, status.subscribe());
+    Some(tokio::spawn(async move {
+        let mut on = true;
+        while on {
+            observer.figures(trace::figures(&status.borrow(), slots));
+            on = tokio::time::timeout(every, &mut ended).await.is_err();
+        }
+        observer.figures(trace::figures(&status.borrow(), slots));
+    }))
 }
 
 /// Takes the directory and the cgroups, with nothing of a predecessor left in either.

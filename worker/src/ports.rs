@@ -8,6 +8,7 @@ use std::path::Path;
 use bytes::Bytes;
 use tokio::sync::mpsc;
 use volley_jobspecs::ids::{JobId, WorkerId};
+use volley_jobspecs::wire::trace::TraceContext;
 
 /// Why a message got no good answer.
 #[derive(Debug, Clone, thiserror::Error)]
@@ -27,6 +28,8 @@ pub struct Incoming {
     pub bytes: Bytes,
     /// Subject of the answer, if one is wanted.
     pub reply: Option<String>,
+    /// The trace of the one job it is about, when it is about one and says so.
+    pub trace: Option<TraceContext>,
 }
 
 /// The bus. Cheap to clone; every call bounds its own time.
@@ -39,10 +42,10 @@ pub trait Bus: Clone + Send + Sync + 'static {
     fn answer(&self, reply: String, bytes: Vec<u8>) -> impl Future<Output = Result<(), BusError>> + Send;
     /// Beats, and returns the leader's answer.
     fn beat(&self, worker: &WorkerId, bytes: Vec<u8>) -> impl Future<Output = Result<Bytes, BusError>> + Send;
-    /// Asks for a job; an empty answer: no such job.
-    fn job(&self, job: JobId) -> impl Future<Output = Result<Bytes, BusError>> + Send;
-    /// Publishes a report to the log; returns its sequence once it is durable.
-    fn report(&self, worker: &WorkerId, bytes: Bytes) -> impl Future<Output = Result<u64, BusError>> + Send;
+    /// Asks for a job; an empty answer: no such job. `trace` goes along.
+    fn job(&self, job: JobId, trace: Option<TraceContext>) -> impl Future<Output = Result<Bytes, BusError>> + Send;
+    /// Publishes a report to the log; returns its sequence once it is durable. `trace`, of the one job it is about, goes along.
+    fn report(&self, worker: &WorkerId, bytes: Bytes, trace: Option<TraceContext>) -> impl Future<Output = Result<u64, BusError>> + Send;
     /// Sends a piece of live output, or drops it when that would take time.
     fn live(&self, job: JobId, index: u32, bytes: Vec<u8>) -> impl Future<Output = ()> + Send;
 }

@@ -6,7 +6,7 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use volley_jobspecs::ids::{Incarnation, WorkerId};
+use volley_jobspecs::ids::{Incarnation, JobId, WorkerId};
 use volley_jobspecs::wire;
 use volley_jobspecs::wire::record::Record;
 use volley_jobspecs::wire::report::{AttemptEnd, Ending, REPORT_BYTES_MAX, Report};
@@ -54,6 +54,8 @@ pub struct Publish {
     pub number: u64,
     /// The encoded record.
     pub bytes: Arc<[u8]>,
+    /// The job of all its ends, when it is one and the same: a message has room for one trace context.
+    pub job: Option<JobId>,
 }
 
 /// Why the log's answer to a publish doesn't count.
@@ -72,6 +74,8 @@ struct InFlight {
     publish: Publish,
     origins: Vec<Origin>,
     ends_bytes: usize,
+    /// When it was published first.
+    since_ms: u64,
     /// When to publish it again; `None` while an answer is awaited.
     again_at_ms: Option<u64>,
     retry_ms: u64,
@@ -176,14 +180,17 @@ impl Outbox {
         self.oldest_ms = now_ms;
         self.returned = self.pending.iter().any(|(end, ..)| end.ending == Ending::Returned);
         self.number += 1;
+        let first = ends.first().map(|end| end.name.job);
+        let job = first.filter(|job| ends.iter().all(|end| end.name.job == *job));
         let report =
             Report { worker: self.worker.clone(), incarnation: self.incarnation, number: self.number, ends };
         let bytes = wire::encode(&Record::Report(report)).into();
-        let publish = Publish { number: self.number, bytes };
+        let publish = Publish { number: self.number, bytes, job };
         self.in_flight = Some(InFlight {
             publish: publish.clone(),
             origins,
             ends_bytes,
+            since_ms: now_ms,
             again_at_ms: None,
             retry_ms: RETRY_MS_MIN,
         });
@@ -206,6 +213,12 @@ impl Outbox {
             Haste::Soon | Haste::Gather => self.linger_ms,
         };
         Some(self.oldest_ms.saturating_add(linger_ms))
+    }
+
+    /// When the report in flight was published first, if it is the one of this number.
+    #[must_use]
+    pub fn in_flight_since_ms(&self, number: u64) -> Option<u64> {
+        self.in_flight.as_ref().filter(|flight| flight.publish.number == number).map(|flight| flight.since_ms)
     }
 
     /// The report is in the log. Returns whose ends are safe now.

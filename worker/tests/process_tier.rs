@@ -5,6 +5,7 @@ mod support;
 
 use std::path::PathBuf;
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use support::{World, sha256, state, text};
@@ -12,10 +13,12 @@ use volley_jobspecs::expand::ItemPlan;
 use volley_jobspecs::failure::FailureClass;
 use volley_jobspecs::ids::{Incarnation, JobId};
 use volley_jobspecs::keys;
+use volley_jobspecs::observe::{Figure, Observer, Span};
 use volley_jobspecs::pages::PageCutter;
 use volley_jobspecs::wire::plan::SpecRef;
 use volley_jobspecs::wire::record::Run;
 use volley_jobspecs::wire::report::Ending;
+use volley_jobspecs::wire::trace::TraceContext;
 use volley_jobspecs::wire::work::Order;
 
 fn failed(class: FailureClass) -> Ending {
@@ -458,4 +461,55 @@ async fn rates() {
         println!("{isolation}, {slots} slots, cgroups {cgroups}: {:.0} tasks a second", f64::from(tasks) / begin.elapsed().as_secs_f64());
         w.finish().await;
     }
+}
+
+/// Remembers what it is told.
+#[derive(Debug, Default)]
+struct Watcher {
+    spans: Mutex<Vec<Span>>,
+    figures: Mutex<Vec<Figure>>,
+}
+
+impl Observer for Watcher {
+    fn takes_spans(&self) -> bool {
+        true
+    }
+    fn records(&self, _trace: [u8; 16], parent: Option<bool>) -> bool {
+        parent.unwrap_or(true)
+    }
+    fn spans(&self, spans: Vec<Span>) {
+        self.spans.lock().unwrap().extend(spans);
+    }
+    fn figures_every(&self) -> Option<Duration> {
+        Some(Duration::from_secs(3_600))
+    }
+    fn figures(&self, figures: Vec<Figure>) {
+        *self.figures.lock().unwrap() = figures;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_failed_attempt_is_told_of_with_its_stages_and_its_trace_goes_along() {
+    let watcher = Arc::new(Watcher::default());
+    let mut w = World::start(|config| config.observer = Some(watcher.clone())).await;
+    w.run_one(&task(r#""command":"sleep 0.05; exit 7""#)).await;
+    w.run_one(&task(r#""command":"touch $VOLLEY_OUTPUT_DIR/x; exit 8""#)).await;
+    w.until("both are told of", |_| watcher.spans.lock().unwrap().iter().filter(|span| span.name == "report").count() == 2).await;
+    let spans = std::mem::take(&mut *watcher.spans.lock().unwrap());
+    let job: TraceContext = support::TRACE.parse().unwrap();
+    let attempts: Vec<&Span> = spans.iter().filter(|span| span.name == "attempt").collect();
+    for (attempt, code) in attempts.iter().zip([7, 8]) {
+        assert_eq!((attempt.context.trace(), attempt.parent), (job.trace(), Some(job.span())));
+        assert!(attempt.attributes.contains(&("volley.code", code.into())), "{attempt:?}");
+    }
+    let execute = spans.iter().find(|span| span.name == "execute").unwrap();
+    assert!((50_000..5_000_000).contains(&(execute.end_us - execute.start_us)), "{execute:?}");
+    assert!(spans.iter().any(|span| span.name == "reclaim"), "{spans:#?}");
+    assert!(state(&w.bus).traces.lock().unwrap().iter().all(|trace| *trace == job));
+    // Two questions for jobs and two reports.
+    assert_eq!(state(&w.bus).traces.lock().unwrap().len(), 4);
+    w.finish().await;
+    let figures = watcher.figures.lock().unwrap();
+    let failed = figures.iter().find(|figure| figure.name == "volley_worker_attempts" && figure.labels[0].1 == "exit_code");
+    assert_eq!(failed.map(|figure| figure.value), Some(2.0));
 }

@@ -103,12 +103,20 @@ pub async fn metrics(State(app): State<Arc<App>>, request: Request) -> Result<Re
     if !(app.local_metrics && from_this_host(&parts)) {
         Caller::from_request_parts(&mut parts, &app).await?.operators_only()?;
     }
+    Ok(([(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")], text(&app).await?).into_response())
+}
+
+/// Every figure, in Prometheus' text form.
+///
+/// # Errors
+/// 503 when the coordinator is stopping.
+pub async fn text(app: &App) -> Result<String, ApiError> {
     let mut registry = Registry::default();
     app.handle.metrics().register(&mut registry);
-    gauges(&app, &mut registry).await?;
+    gauges(app, &mut registry).await?;
     let mut text = String::new();
     prometheus_text::encode(&mut text, &registry).map_err(|error| ApiError::unavailable(format!("metrics can't be written: {error}")))?;
-    Ok(([(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")], text).into_response())
+    Ok(text)
 }
 
 /// Does the peer sit on this host, with no proxy in between that says it speaks for another?

@@ -40,6 +40,7 @@ use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 use volley_jobspecs::api::SEQUENCE_HEADER;
 use volley_jobspecs::ids::JobId;
+use volley_jobspecs::observe::Observing;
 use volley_jobspecs::validate::Features;
 use volley_store::{Store, StoreConfig};
 
@@ -73,6 +74,8 @@ pub struct App {
     pub upload_bytes_max: u64,
     /// May whoever is on this host read the metrics without a token?
     pub local_metrics: bool,
+    /// Who is told of spans.
+    pub observer: Observing,
     /// The cluster's id.
     pub cluster: String,
     /// Open streams.

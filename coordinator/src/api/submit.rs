@@ -14,6 +14,7 @@ use serde_json::{Value, json};
 use volley_jobspecs::api::{ErrorBody, IDEMPOTENCY_HEADER, PlanAnswer, SubmitAnswer};
 use volley_jobspecs::expand::ItemFile;
 use volley_jobspecs::keys;
+use volley_jobspecs::observe::is_recorded;
 use volley_jobspecs::pages::{LoadedPage, Page};
 use volley_jobspecs::parse::{SPEC_BYTES_MAX, parse_and_validate};
 use volley_jobspecs::plan::plan;
@@ -23,22 +24,23 @@ use volley_jobspecs::validate::{Features, ValidJob};
 use volley_jobspecs::wire::{LEVEL_KEEPING, LEVEL_ROUNDS};
 use volley_jobspecs::wire::plan::{self, SPEC_INLINE_BYTES_MAX, SpecRef};
 use volley_jobspecs::wire::record::Submit;
+use volley_jobspecs::wire::trace::{HEADER, TraceContext};
 use volley_store::{Store, StoreConfig};
 
 use super::App;
 use super::auth::{Caller, random_hex};
 use super::error::ApiError;
 use super::extract::{QueryOf, body};
+use crate::driver::wall_us;
 use crate::io::items::{self as file_items, Counted, ItemsError};
 use crate::items::{self, Readable, Source};
 use crate::state::effects::{Answer, Refusal};
 use crate::state::rows;
+use crate::trace;
 use crate::uploads::ANY;
 
 /// Longest idempotency key, in bytes: a UUID or a hash with a prefix; kept in memory for a day.
 pub const KEY_BYTES_MAX: usize = 128;
-/// Longest trace context that is taken along, in bytes: version 0 has 55.
-const TRACE_BYTES_MAX: usize = 128;
 /// Tasks a dry run shows from each end.
 const SHOWN: u32 = 3;
 
@@ -47,52 +49,76 @@ const SHOWN: u32 = 3;
 /// With `dryRun=true` nothing is created: the answer is what the job would be (`PlanAnswer`).
 #[utoipa::path(post, path = "/v1/jobs", operation_id = "submitJob", tag = "jobs", request_body(content_type = "application/json", description = "A job spec, `volley/v1`"),
     params(("dryRun" = Option<bool>, Query, description = "Only say what it would be"), ("tenant" = Option<String>, Query, description = "Operators: for whom"),
-        ("idempotency-key" = Option<String>, Header, description = "At most 128 printable ASCII characters; kept for a day")),
+        ("idempotency-key" = Option<String>, Header, description = "At most 128 printable ASCII characters; kept for a day"),
+        ("traceparent" = Option<String>, Header, description = "W3C trace context, version 00: the job goes on with that trace")),
     responses((status = 201, body = SubmitAnswer), (status = 200, body = SubmitAnswer, description = "It existed, or the plan of a dry run"),
         (status = 400, body = ErrorBody), (status = 409, body = ErrorBody), (status = 413, body = ErrorBody), (status = 429, body = ErrorBody), (status = 503, body = ErrorBody)))]
 pub async fn submit(State(app): State<Arc<App>>, caller: Caller, query: QueryOf, headers: HeaderMap, request: Body) -> Result<Response, ApiError> {
     let query = query.only(&["dryRun"])?;
     let dry = query.flag("dryRun")?;
     let key = idempotency_key(&headers)?;
+    let begun = wall_us();
     let bytes = body(request, SPEC_BYTES_MAX, "put the items in a file and name it in items.jsonl").await?;
     let features = features(&app).await?;
     let job = super::blocking(move || Ok(parse_and_validate(&bytes, &features)?)).await?;
     if dry {
         return dry_run(&app, &caller, &job).await.map(|answer| Json(answer).into_response());
     }
+    let before = headers.get(HEADER).and_then(|value| value.to_str().ok()?.parse().ok());
+    let context = context(&app, before.as_ref())?;
+    let answer = record(&app, &caller, &job, key, context).await;
+    if is_recorded(&app.observer, &context)
+        && let Some(observer) = &app.observer
+    {
+        let outcome = answer.as_ref().map(|answer| answer.job.as_str()).map_err(|error| error.body.message.clone());
+        observer.spans(vec![trace::submit_span(context, before.as_ref(), (begun, wall_us()), outcome)]);
+    }
+    let answer = answer?;
+    let status = if answer.existed { StatusCode::OK } else { StatusCode::CREATED };
+    Ok((status, Json(answer)).into_response())
+}
+
+/// Every job has one trace, its caller's or its own, whether anybody records it or not.
+fn context(app: &App, caller: Option<&TraceContext>) -> Result<TraceContext, ApiError> {
+    let mut ids = [0; 24];
+    let failed = |why: &dyn std::fmt::Display| ApiError::unavailable(format!("no randomness from the system: {why}"));
+    getrandom::fill(&mut ids).map_err(|error| failed(&error))?;
+    let records = |trace, parent: Option<bool>| app.observer.as_ref().map_or(parent.unwrap_or(true), |observer| observer.records(trace, parent));
+    trace::of_submit(caller, ids, records).ok_or_else(|| failed(&"it gave zeros"))
+}
+
+/// Makes the job, or finds the one that the key made.
+async fn record(app: &App, caller: &Caller, job: &ValidJob, key: Option<String>, context: TraceContext) -> Result<SubmitAnswer, ApiError> {
     let spec_hash = job.spec_hash();
     if let Some(key) = &key
-        && let Some(answer) = known(&app, &caller, key, &spec_hash).await?
+        && let Some(answer) = known(app, caller, key, &spec_hash).await?
     {
-        return Ok((StatusCode::OK, Json(answer)).into_response());
+        return Ok(answer);
     }
-    let level = level(&app).await?;
+    let level = level(app).await?;
     let nonce = random_hex(8)?;
     let name = |hash: &str| if level >= LEVEL_ROUNDS { keys::for_one_job(hash, &nonce) } else { hash.to_owned() };
     let (tasks, pages) = match job.items().file() {
         None => (job.tasks(), None),
         Some(file) => {
-            let (from, at, counted) = count(&app, &caller, file).await?;
+            let (from, at, counted) = count(app, caller, file).await?;
             let (tasks, pages) = (counted.index.count, name(&counted.index.hash()));
             file_items::keep(&from, &at, file, counted, &app.store, &pages).await.map_err(|e| refuse_items(file, &e))?;
             (Some(tasks), Some(pages))
         }
     };
     let tasks = tasks.ok_or_else(|| ApiError::bad_spec("$.items", "can't be counted"))?;
-    let plan = plan::JobPlan { items: pages, ..plan(&job, tasks) };
-    let spec = spec_ref(&app, &job, &spec_hash, name(&spec_hash)).await?;
+    let plan = plan::JobPlan { items: pages, ..plan(job, tasks) };
+    let spec = spec_ref(app, job, &spec_hash, name(&spec_hash)).await?;
     let actor = caller.submitter(random_hex(16)?);
     let idempotency_key = match key {
         Some(key) => key,
         None => random_hex(16)?,
     };
-    let uploads = if level >= LEVEL_KEEPING { uploads(&job) } else { Vec::new() };
-    let submit = Submit { actor, idempotency_key, spec_hash, plan, spec, trace: trace(&headers), uploads };
+    let uploads = if level >= LEVEL_KEEPING { uploads(job) } else { Vec::new() };
+    let submit = Submit { actor, idempotency_key, spec_hash, plan, spec, trace: Some(context.to_string()), uploads };
     match app.handle.submit(submit).await? {
-        Answer::Submitted { job, tasks, existed } => {
-            let status = if existed { StatusCode::OK } else { StatusCode::CREATED };
-            Ok((status, Json(SubmitAnswer { job: job.to_string(), tasks, existed })).into_response())
-        }
+        Answer::Submitted { job, tasks, existed } => Ok(SubmitAnswer { job: job.to_string(), tasks, existed }),
         // The handle turns refusals into errors, and a submit is never only done.
         Answer::Done | Answer::Refused(_) => Err(ApiError::unavailable("the submit was answered with something else; ask again with the same key")),
     }
@@ -122,12 +148,6 @@ fn idempotency_key(headers: &HeaderMap) -> Result<Option<String>, ApiError> {
     let key = value.to_str().ok().filter(fits);
     let wrong = || ApiError::bad_request(format!("the header {IDEMPOTENCY_HEADER} takes 1 to {KEY_BYTES_MAX} printable ASCII characters without spaces"));
     key.map(|key| Some(key.to_owned())).ok_or_else(wrong)
-}
-
-fn trace(headers: &HeaderMap) -> Option<String> {
-    let text = headers.get("traceparent")?.to_str().ok()?;
-    let fits = text.len() <= TRACE_BYTES_MAX && text.bytes().all(|b| b.is_ascii_hexdigit() || b == b'-');
-    fits.then(|| text.to_owned())
 }
 
 /// What specs may use: what this build can do, and the tiers that workers offer.

@@ -12,6 +12,7 @@ use crate::state::effects::{AttemptRow, ResultEntry};
 use crate::state::job::{Facts, Progress};
 use crate::state::task::{Cell, Phase};
 use crate::state::worker::Worker;
+use crate::trace;
 
 /// RFC 3339 in UTC, of milliseconds since 1970.
 #[must_use]
@@ -49,6 +50,7 @@ pub fn job(id: JobId, facts: &Facts, progress: &Progress, url: &dyn Fn(&str) -> 
         ended: progress.ended_ms.map(instant),
         exit_code: progress.exit_code(plan.tasks),
         objects: url(&keys::job_prefix(id)),
+        trace_id: trace::id_of(facts),
     }
 }
 

@@ -160,7 +160,8 @@ impl Handle {
         }
         let subject = subjects::log_submit(&submit.actor.tenant);
         let request = submit.actor.request_id.clone();
-        self.request(&subject, request, Record::Submit(Box::new(submit))).await
+        let trace = submit.trace.clone();
+        self.request(&subject, request, Record::Submit(Box::new(submit)), trace.as_deref()).await
     }
 
     /// Records a control and answers when it was applied.
@@ -170,7 +171,7 @@ impl Handle {
     pub async fn control(&self, control: Control) -> Result<Answer, RequestError> {
         let subject = subjects::log_control(&control.actor.tenant);
         let request = control.actor.request_id.clone();
-        self.request(&subject, request, Record::Control(control)).await
+        self.request(&subject, request, Record::Control(control), None).await
     }
 
     /// Has the leader record something, if this coordinator leads; what came of it is seen in the state.
@@ -181,7 +182,7 @@ impl Handle {
         self.inputs.send(Input::Record(decision)).await.map_err(|_| RequestError::Stopping)
     }
 
-    async fn request(&self, subject: &str, request: String, record: Record) -> Result<Answer, RequestError> {
+    async fn request(&self, subject: &str, request: String, record: Record, trace: Option<&str>) -> Result<Answer, RequestError> {
         let bytes = wire::encode(&record);
         if bytes.len() > MESSAGE_BYTES_MAX {
             return Err(RequestError::TooLarge { bytes: bytes.len() });
@@ -189,7 +190,7 @@ impl Handle {
         let (sender, receiver) = oneshot::channel();
         self.inputs.send(Input::Await(request, sender)).await.map_err(|_| RequestError::Stopping)?;
         let answered = async {
-            self.log.publish(subject, Bytes::from(bytes), REQUEST_TIMEOUT / 2).await?;
+            self.log.publish_traced(subject, Bytes::from(bytes), trace, REQUEST_TIMEOUT / 2).await?;
             receiver.await.map_err(|_| RequestError::Stopping)
         };
         let answer = tokio::time::timeout(REQUEST_TIMEOUT, answered).await.map_err(|_| RequestError::Timeout(REQUEST_TIMEOUT))??;

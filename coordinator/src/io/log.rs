@@ -15,6 +15,7 @@ use bytes::Bytes;
 use futures::StreamExt;
 use tokio::sync::mpsc;
 use volley_jobspecs::subjects::{LOG_ALL, LOG_LEADER, LOG_STREAM};
+use volley_jobspecs::wire::trace;
 
 /// Records in one batch to the driver (DESIGN §5: smaller pulls fall behind).
 pub const BATCH_RECORDS: usize = 500;
@@ -172,9 +173,22 @@ impl Log {
     /// # Errors
     /// [`LogError::Nats`] after the deadline, or at once when the log is full.
     pub async fn publish(&self, subject: &str, record: Bytes, deadline: Duration) -> Result<u64, LogError> {
+        self.publish_traced(subject, record, None, deadline).await
+    }
+
+    /// The same; the trace that the record belongs to goes along in a header, which no reader of the log relies on.
+    ///
+    /// # Errors
+    /// As [`Log::publish`].
+    pub async fn publish_traced(&self, subject: &str, record: Bytes, trace: Option<&str>, deadline: Duration) -> Result<u64, LogError> {
         let started = tokio::time::Instant::now();
         loop {
-            let error = match self.publish_once(PublishMessage::build().payload(record.clone()), subject).await {
+            let message = PublishMessage::build().payload(record.clone());
+            let message = match trace {
+                Some(trace) => message.header(trace::HEADER, trace),
+                None => message,
+            };
+            let error = match self.publish_once(message, subject).await {
                 Ok(sequence) => return Ok(sequence),
                 Err(error) => error,
             };

@@ -14,6 +14,7 @@ pub mod live;
 pub mod plan;
 pub mod record;
 pub mod report;
+pub mod trace;
 pub mod work;
 
 use minicbor::{Decode, Encode};

@@ -64,7 +64,7 @@ pub struct Submit {
     /// The spec itself.
     #[n(4)]
     pub spec: SpecRef,
-    /// W3C trace context (`traceparent`) the job belongs to.
+    /// W3C trace context (`traceparent`) of the submit; the job's span lies below it (`wire::trace`).
     #[n(5)]
     pub trace: Option<String>,
     /// Uploads it names, which are kept as long as the job. Since level 2.

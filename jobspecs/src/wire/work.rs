@@ -128,6 +128,19 @@ pub struct WorkMessage {
     pub orders: Vec<Order>,
 }
 
+impl WorkMessage {
+    /// The job of all bundles to run, when it is one and the same: a message has room for one trace context.
+    #[must_use]
+    pub fn only_job(&self) -> Option<JobId> {
+        let mut jobs = self.orders.iter().filter_map(|order| match order {
+            Order::Run(bundle) => Some(bundle.job),
+            Order::Stop { .. } | Order::HandBack { .. } | Order::Forget { .. } | Order::Watch { .. } => None,
+        });
+        let first = jobs.next()?;
+        jobs.all(|job| job == first).then_some(first)
+    }
+}
+
 /// One order.
 #[derive(Debug, Clone, PartialEq, Eq, Encode, Decode)]
 pub enum Order {
@@ -224,7 +237,7 @@ pub struct JobForWorker {
     /// The canonical JSON spec.
     #[n(3)]
     pub spec: SpecRef,
-    /// W3C trace context of the job.
+    /// W3C trace context (`traceparent`) of the job; its attempts' spans lie below it (`wire::trace`).
     #[n(4)]
     pub trace: Option<String>,
 }

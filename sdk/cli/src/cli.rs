@@ -138,8 +138,14 @@ pub fn parse<T: Into<OsString> + Clone>(args: impl IntoIterator<Item = T>) -> Re
 
 /// Carries a verb out, but for those that start processes.
 pub async fn execute(cli: Cli) -> Outcome {
-    let ctx = Ctx::new(cli.global);
-    let serve = |command| Outcome::Serve { command, out: ctx.out };
+    let mut ctx = Ctx::new(cli.global);
+    let out = ctx.out;
+    let serve = |command| Outcome::Serve { command, out };
+    match cli.verb {
+        Verb::Run(_) => ctx.begin_trace("volley run"),
+        Verb::Submit(_) => ctx.begin_trace("volley submit"),
+        _ => {}
+    }
     let result = match cli.verb {
         Verb::Up(args) => return serve(ServeCommand::Up(args)),
         Verb::Coordinator(args) => return serve(ServeCommand::Coordinator(args)),
@@ -170,7 +176,12 @@ pub async fn execute(cli: Cli) -> Outcome {
         Verb::Schema(args) => verbs::schema::run(&ctx, args),
         Verb::Completions(args) => verbs::completions::run(&ctx, args),
     };
-    Outcome::Done(result.unwrap_or_else(|error| report(ctx.out, &error)))
+    let why = result.as_ref().err().map(ToString::to_string);
+    let exit = result.unwrap_or_else(|error| report(out, &error));
+    if let Some(trace) = &ctx.trace {
+        trace.end(exit, why).await;
+    }
+    Outcome::Done(exit)
 }
 
 /// Reads arguments and carries the verb out.

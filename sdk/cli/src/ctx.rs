@@ -13,6 +13,8 @@ use volley_sdk::{Client, Config, Error};
 
 use crate::error::CliError;
 use crate::out::{Format, Out};
+use crate::telemetry::client::ClientTrace;
+use crate::telemetry::var;
 
 /// Least time between two notes that the cluster doesn't answer.
 const NOTE_EVERY: Duration = Duration::from_secs(5);
@@ -55,6 +57,8 @@ pub struct Global {
 pub struct Ctx {
     /// Where to write.
     pub out: Out,
+    /// The verb's trace, when it has one.
+    pub trace: Option<Arc<ClientTrace>>,
     global: Global,
 }
 
@@ -62,7 +66,15 @@ impl Ctx {
     /// From the flags.
     #[must_use]
     pub fn new(global: Global) -> Self {
-        Self { out: Out { format: global.format, quiet: global.quiet }, global }
+        Self { out: Out { format: global.format, quiet: global.quiet }, trace: None, global }
+    }
+
+    /// Begins the verb's trace. One that can't begin is said and done without.
+    pub fn begin_trace(&mut self, verb: &'static str) {
+        match ClientTrace::begin(verb, &var) {
+            Ok(trace) => self.trace = trace.map(Arc::new),
+            Err(error) => self.out.note(&format!("no trace: {error}")),
+        }
     }
 
     /// The tenant that `--tenant` names.

@@ -20,6 +20,7 @@ pub fn job(state: JobState, tasks: TaskCounts, exit_code: Option<u8>) -> JobView
         ended: Some("2026-01-01T00:01:06Z".into()),
         exit_code,
         objects: "s3://volley/jobs/j7/".into(),
+        trace_id: Some("4bf92f3577b34da6a3ce929d0e0e4736".into()),
     }
 }
 

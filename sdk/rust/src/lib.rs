@@ -44,7 +44,7 @@ pub use fetch::Output;
 pub use jobs::JobsQuery;
 pub use logs::{JobLogs, LogStream, TaskLogsQuery};
 pub use results::{Results, ResultsQuery};
-pub use submit::{IdempotencyKey, Spec, Submitted};
+pub use submit::{IdempotencyKey, Spec, SubmitOptions, Submitted};
 pub use tasks::TasksQuery;
 pub use volley_jobspecs as jobspecs;
 pub use watch::Watch;

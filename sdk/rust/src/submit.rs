@@ -6,6 +6,7 @@
 use volley_jobspecs::api::{IDEMPOTENCY_HEADER, PlanAnswer, SubmitAnswer};
 use volley_jobspecs::ids::JobId;
 use volley_jobspecs::spec::JobSpec;
+use volley_jobspecs::wire::trace::{self, TraceContext};
 
 use crate::client::Client;
 use crate::error::Error;
@@ -73,6 +74,16 @@ impl IdempotencyKey {
     }
 }
 
+/// How a job is submitted.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct SubmitOptions {
+    /// Under this key; none: under a fresh one.
+    pub key: Option<IdempotencyKey>,
+    /// The span the job is to hang below, such as that of the request your program answers; none: the job's trace begins at the
+    /// coordinator. Whether the trace is recorded goes along.
+    pub trace: Option<TraceContext>,
+}
+
 /// A job that was submitted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Submitted {
@@ -90,7 +101,7 @@ impl Client {
     /// # Errors
     /// [`Error::Refused`] with code `bad_spec` and every problem, or why the cluster takes no job now.
     pub async fn submit(&self, spec: impl Into<Spec>) -> Result<Submitted, Error> {
-        self.submit_as(spec, &IdempotencyKey::random()?).await
+        self.submit_with(spec, &SubmitOptions::default()).await
     }
 
     /// Submits a job under this key: a program that died after sending can send again and gets the same job.
@@ -98,7 +109,26 @@ impl Client {
     /// # Errors
     /// As [`Client::submit`]; code `conflict` when the key belongs to another spec.
     pub async fn submit_as(&self, spec: impl Into<Spec>, key: &IdempotencyKey) -> Result<Submitted, Error> {
-        let call = Call::post(&["jobs"], "submit the job").header(IDEMPOTENCY_HEADER, key.as_str()).json_text(spec.into().0);
+        self.submit_with(spec, &SubmitOptions { key: Some(key.clone()), trace: None }).await
+    }
+
+    /// Submits a job as `options` say.
+    ///
+    /// # Errors
+    /// As [`Client::submit_as`].
+    pub async fn submit_with(&self, spec: impl Into<Spec>, options: &SubmitOptions) -> Result<Submitted, Error> {
+        let fresh;
+        let key = match &options.key {
+            Some(key) => key,
+            None => {
+                fresh = IdempotencyKey::random()?;
+                &fresh
+            }
+        };
+        let mut call = Call::post(&["jobs"], "submit the job").header(IDEMPOTENCY_HEADER, key.as_str()).json_text(spec.into().0);
+        if let Some(trace) = options.trace {
+            call = call.header(trace::HEADER, trace);
+        }
         let answer: SubmitAnswer = self.json(&call).await?;
         let job = answer.job.parse().map_err(|error: volley_jobspecs::ids::IdError| Error::Unexpected {
             endpoint: self.endpoint(),

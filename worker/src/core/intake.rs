@@ -14,6 +14,7 @@ use crate::attempt::StopCause;
 use crate::bundle::HeldBundle;
 use crate::claim;
 use crate::report::Origin;
+use crate::trace::{Stage, Stages};
 
 /// Wait before a job is asked for again, in milliseconds.
 const JOB_RETRY_MS: u64 = 500;
@@ -73,8 +74,16 @@ impl Core {
             _ => Isolation::Process,
         };
         let wait_ms = u32::try_from(now_ms.saturating_sub(bundle.received_ms)).unwrap_or(u32::MAX);
-        for place in bundle.end_waiting(tasks) {
-            let Some(name) = bundle.name(place) else { continue };
+        let mut stages = Stages::default();
+        if failed.is_some() {
+            stages.add(Stage::Claim, u64::from(wait_ms) * 1_000);
+        }
+        let places = bundle.end_waiting(tasks);
+        let names: Vec<_> = places.into_iter().filter_map(|place| Some((place, bundle.name(place)?))).collect();
+        if !bundle.has_waiting() {
+            self.slots.unqueue(id);
+        }
+        for (place, name) in names {
             let end = AttemptEnd {
                 name,
                 ending: failed.map_or(Ending::Returned, |(class, _)| Ending::Failed(class)),
@@ -88,11 +97,7 @@ impl Core {
                 stderr: None,
                 outputs: None,
             };
-            self.totals.count(&end);
-            self.outbox.push(now_ms, end, Origin { bundle: id, place });
-        }
-        if !bundle.has_waiting() {
-            self.slots.unqueue(id);
+            self.take_end(now_ms, end, stages, Origin { bundle: id, place });
         }
     }
 
@@ -118,6 +123,7 @@ impl Core {
         self.stop_running(now_ms, id, None, StopCause::Forgotten, out);
         self.slots.unqueue(id);
         self.outbox.forget(id);
+        self.kept.retain(|(bundle, _), _| *bundle != id);
         if let Some(bundle) = self.bundles.get_mut(&id) {
             bundle.forget();
         }

@@ -30,6 +30,7 @@ fn config(slots: u32) -> CoreConfig {
         beat_ms: 3_000,
         linger_ms: 5,
         unsent_bytes_max: 1 << 20,
+        traced: true,
     }
 }
 
@@ -60,6 +61,7 @@ struct World {
     exited: bool,
     reborn: u64,
     starts: BTreeMap<AttemptName, u32>,
+    told: usize,
 }
 
 impl World {
@@ -75,6 +77,7 @@ impl World {
             exited: false,
             reborn: 0,
             starts: BTreeMap::new(),
+            told: 0,
         };
         world.give(Input::Tick);
         world
@@ -105,6 +108,7 @@ impl World {
                     self.give(Input::Born(Incarnation(100 + self.reborn)));
                 }
                 Action::Exit => self.exited = true,
+                Action::Tell(_) => self.told += 1,
                 Action::Answer(_) | Action::Dropped(_) => {}
             }
         }
@@ -184,6 +188,34 @@ fn a_bundle_runs_one_after_another_and_is_held_until_acked() {
     w.at(3_000);
     let beat = w.beats.last().expect("a beat");
     assert_eq!((beat.held.len(), beat.taken, beat.reported), (0, 1, 1_001));
+}
+
+#[test]
+fn failed_attempts_are_told_of_once_their_end_is_in_the_log() {
+    let run = |traced| {
+        let mut w = World::new(CoreConfig { traced, ..config(1) });
+        w.run(0, 0, 3);
+        w.end(0, Outcome::failed(FailureClass::ExitCode, "1".into()));
+        w.end(0, Outcome::success());
+        w.end(0, Outcome::failed(FailureClass::Oom, "2".into()));
+        w.at(5);
+        assert_eq!(w.told, 0);
+        w.ack();
+        w.ack();
+        let totals = w.core.totals();
+        assert_eq!((totals.of_class(FailureClass::Oom), totals.succeeded, totals.stages.of(Stage::Report).0), (1, 1, 1));
+        w.told
+    };
+    assert_eq!((run(true), run(false)), (2, 0));
+}
+
+#[test]
+fn what_is_forgotten_is_not_told_of() {
+    let mut w = World::new(config(1));
+    w.run(0, 0, 2);
+    w.end(0, Outcome::failed(FailureClass::ExitCode, "1".into()));
+    w.work(vec![Order::Forget { bundle: BundleId { sequence: 10, place: 0 } }]);
+    assert!(w.core.kept.is_empty());
 }
 
 #[test]

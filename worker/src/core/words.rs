@@ -2,6 +2,7 @@
 //!
 //! Owns their shapes. Does not own what follows from them.
 
+use volley_jobspecs::failure::FailureClass;
 use volley_jobspecs::ids::{AttemptName, Incarnation, JobId, WorkerId};
 use volley_jobspecs::wire::plan::{Isolation, Needs};
 use volley_jobspecs::wire::report::{AttemptEnd, Ending};
@@ -10,6 +11,7 @@ use volley_jobspecs::wire::work::{Beat, BeatAnswer, WorkAnswer, WorkMessage, Wor
 use crate::attempt::{Force, Outcome, Progress};
 use crate::claim::ClaimError;
 use crate::report::Publish;
+use crate::trace::{Kept, StageTotals, Stages};
 
 /// What stays the same over a worker's lives.
 #[derive(Debug, Clone)]
@@ -24,6 +26,8 @@ pub struct CoreConfig {
     pub linger_ms: u64,
     /// Most bytes of ends that are not in the log; above, nothing new is started.
     pub unsent_bytes_max: usize,
+    /// Are spans wanted of attempts?
+    pub traced: bool,
 }
 
 /// What the core needs to know of a job.
@@ -152,6 +156,8 @@ pub enum Action {
         /// What to publish.
         publish: Publish,
     },
+    /// Tell of an attempt whose end is in the log since now.
+    Tell(Box<Kept>),
     /// An incoming message was dropped; for the log.
     Dropped(ClaimError),
     /// Everything is dead; begin a new life with a fresh incarnation ([`Input::Born`]).
@@ -175,17 +181,20 @@ pub struct Totals {
     pub reports: u64,
     /// Publishes of reports that had to be repeated.
     pub reports_repeated: u64,
-    /// Milliseconds spent in *prepare* and *restore*, summed over attempts.
-    pub prepare_ms: u64,
-    /// Milliseconds spent in *execute*.
-    pub execute_ms: u64,
-    /// Milliseconds spent in *persist*.
-    pub persist_ms: u64,
+    /// Time spent in each stage, summed over attempts; in *report*, over reports.
+    pub stages: StageTotals,
+    by_class: [u64; FailureClass::ALL.len()],
 }
 
 impl Totals {
+    /// Attempts that failed in this class.
+    #[must_use]
+    pub fn of_class(&self, class: FailureClass) -> u64 {
+        self.by_class[class as usize]
+    }
+
     /// Counts an end.
-    pub fn count(&mut self, end: &AttemptEnd) {
+    pub fn count(&mut self, end: &AttemptEnd, stages: &Stages) {
         let counter = match end.ending {
             Ending::Succeeded => &mut self.succeeded,
             Ending::Failed(class) if class.is_infra() => &mut self.infra_failed,
@@ -193,8 +202,9 @@ impl Totals {
             Ending::Returned => &mut self.returned,
         };
         *counter += 1;
-        self.prepare_ms += u64::from(end.timing.prepare_ms);
-        self.execute_ms += u64::from(end.timing.run_ms);
-        self.persist_ms += u64::from(end.timing.persist_ms);
+        if let Ending::Failed(class) = end.ending {
+            self.by_class[class as usize] += 1;
+        }
+        self.stages.count(stages);
     }
 }

@@ -5,14 +5,16 @@
 use std::future::IntoFuture;
 use std::time::Duration;
 
-use async_nats::Client;
 use async_nats::connection::State;
 use async_nats::jetstream;
+use async_nats::jetstream::message::PublishMessage;
+use async_nats::{Client, HeaderMap, Request};
 use bytes::Bytes;
 use futures::StreamExt;
 use tokio::sync::mpsc;
 use volley_jobspecs::ids::{JobId, WorkerId};
 use volley_jobspecs::subjects;
+use volley_jobspecs::wire::trace::{HEADER, TraceContext};
 
 use crate::ports::{Bus, BusError, Incoming};
 
@@ -45,14 +47,25 @@ impl NatsBus {
         Self { client, log }
     }
 
-    async fn request(&self, subject: String, bytes: Bytes, time: Duration) -> Result<Bytes, BusError> {
-        let asked = tokio::time::timeout(time, self.client.request(subject, bytes)).await;
+    async fn request(&self, subject: String, bytes: Bytes, trace: Option<TraceContext>, time: Duration) -> Result<Bytes, BusError> {
+        let request = Request::new().payload(bytes);
+        let request = match trace {
+            Some(trace) => request.headers(header(&trace)),
+            None => request,
+        };
+        let asked = tokio::time::timeout(time, self.client.send_request(subject, request)).await;
         match asked {
             Ok(Ok(answer)) => Ok(answer.payload),
             Ok(Err(e)) => Err(BusError::NoAnswer(e.to_string())),
             Err(_) => Err(BusError::NoAnswer(format!("nothing within {} ms", time.as_millis()))),
         }
     }
+}
+
+fn header(trace: &TraceContext) -> HeaderMap {
+    let mut headers = HeaderMap::new();
+    headers.insert(HEADER, trace.to_string().as_str());
+    headers
 }
 
 impl Bus for NatsBus {
@@ -65,7 +78,8 @@ impl Bus for NatsBus {
         let (sender, receiver) = mpsc::channel(WORK_MAX);
         tokio::spawn(async move {
             while let Some(message) = messages.next().await {
-                let incoming = Incoming { bytes: message.payload, reply: message.reply.map(|s| s.to_string()) };
+                let trace = message.headers.as_ref().and_then(|headers| headers.get(HEADER)?.as_str().parse().ok());
+                let incoming = Incoming { bytes: message.payload, reply: message.reply.map(|s| s.to_string()), trace };
                 if sender.send(incoming).await.is_err() {
                     return;
                 }
@@ -97,16 +111,21 @@ impl Bus for NatsBus {
     }
 
     async fn beat(&self, worker: &WorkerId, bytes: Vec<u8>) -> Result<Bytes, BusError> {
-        self.request(subjects::beat(worker), bytes.into(), BEAT_TIME).await
+        self.request(subjects::beat(worker), bytes.into(), None, BEAT_TIME).await
     }
 
-    async fn job(&self, job: JobId) -> Result<Bytes, BusError> {
-        self.request(subjects::job(job), Bytes::new(), JOB_TIME).await
+    async fn job(&self, job: JobId, trace: Option<TraceContext>) -> Result<Bytes, BusError> {
+        self.request(subjects::job(job), Bytes::new(), trace, JOB_TIME).await
     }
 
-    async fn report(&self, worker: &WorkerId, bytes: Bytes) -> Result<u64, BusError> {
+    async fn report(&self, worker: &WorkerId, bytes: Bytes, trace: Option<TraceContext>) -> Result<u64, BusError> {
         let published = async {
-            let ack = self.log.publish(subjects::log_report(worker), bytes).await.map_err(|e| e.to_string())?;
+            let message = PublishMessage::build().payload(bytes);
+            let message = match trace {
+                Some(trace) => message.headers(header(&trace)),
+                None => message,
+            };
+            let ack = self.log.send_publish(subjects::log_report(worker), message).await.map_err(|e| e.to_string())?;
             ack.into_future().await.map(|ack| ack.sequence).map_err(|e| e.to_string())
         };
         // The library's own limit covers the wait for the answer, not a send into a connection that is down.

@@ -17,10 +17,14 @@ use volley_jobspecs::validate::Features;
 use volley_jobspecs::wire::plan::SpecRef;
 use volley_jobspecs::wire::record::Record;
 use volley_jobspecs::wire::report::AttemptEnd;
+use volley_jobspecs::wire::trace::TraceContext;
 use volley_jobspecs::wire::work::{Beat, BeatAnswer, Bundle, JobForWorker, Order, Try, WorkAnswer, WorkMessage};
 use volley_jobspecs::{plan, wire};
 use volley_worker::ports::{Bus, BusError, Incoming, Moved, ObjectError, ObjectName, Objects};
 use volley_worker::{Config, Handle, RunError};
+
+/// The trace that work messages say they belong to.
+pub const TRACE: &str = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01";
 
 /// Bus and log in memory.
 #[derive(Clone)]
@@ -34,6 +38,8 @@ pub struct FakeBusState {
     jobs: Mutex<BTreeMap<JobId, Vec<u8>>>,
     pub reports: Mutex<Vec<Vec<AttemptEnd>>>,
     pub live: Mutex<Vec<Vec<u8>>>,
+    /// Traces that went along with questions and reports.
+    pub traces: Mutex<Vec<TraceContext>>,
     sequence: AtomicU64,
     /// The log doesn't answer.
     pub down: AtomicBool,
@@ -64,13 +70,15 @@ impl Bus for FakeBus {
         let lost = self.0.lost.swap(false, Ordering::SeqCst);
         Ok(wire::encode(&BeatAnswer { term: Term(1), linger_ms: 2, joined: true, lost }).into())
     }
-    async fn job(&self, job: JobId) -> Result<Bytes, BusError> {
+    async fn job(&self, job: JobId, trace: Option<TraceContext>) -> Result<Bytes, BusError> {
+        self.0.traces.lock().unwrap().extend(trace);
         Ok(self.0.jobs.lock().unwrap().get(&job).cloned().unwrap_or_default().into())
     }
-    async fn report(&self, _worker: &WorkerId, bytes: Bytes) -> Result<u64, BusError> {
+    async fn report(&self, _worker: &WorkerId, bytes: Bytes, trace: Option<TraceContext>) -> Result<u64, BusError> {
         if self.0.down.load(Ordering::SeqCst) {
             return Err(BusError::NoAnswer("down".into()));
         }
+        self.0.traces.lock().unwrap().extend(trace);
         let Ok(Record::Report(report)) = wire::decode::<Record>("record", &bytes) else { panic!("no report") };
         self.0.reports.lock().unwrap().push(report.ends);
         Ok(self.0.sequence.fetch_add(1, Ordering::SeqCst))
@@ -168,6 +176,7 @@ impl World {
             jobs: Mutex::default(),
             reports: Mutex::default(),
             live: Mutex::default(),
+            traces: Mutex::default(),
             sequence: AtomicU64::new(1_000),
             down: AtomicBool::new(false),
             lost: AtomicBool::new(false),
@@ -237,7 +246,7 @@ impl World {
         self.number += 1;
         let message =
             WorkMessage { incarnation: self.incarnation(), term: Term(1), number: self.number, orders };
-        let incoming = Incoming { bytes: wire::encode(&message).into(), reply: Some("r".into()) };
+        let incoming = Incoming { bytes: wire::encode(&message).into(), reply: Some("r".into()), trace: TRACE.parse().ok() };
         let sender = state(&self.bus).work.lock().unwrap().clone().unwrap();
         sender.send(incoming).await.unwrap();
     }

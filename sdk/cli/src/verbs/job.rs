@@ -65,6 +65,7 @@ fn text(job: &JobView, now: Timestamp) -> String {
         ("took", units::span(job.started.as_deref(), job.ended.as_deref(), now)),
         ("exit code", job.exit_code.map(|code| code.to_string()).unwrap_or_default()),
         ("objects", job.objects.clone()),
+        ("trace", job.trace_id.clone().unwrap_or_default()),
     ])
 }
 

@@ -1,7 +1,7 @@
 //! `volley submit`.
 
 use serde_json::json;
-use volley_sdk::{Client, IdempotencyKey, Submitted};
+use volley_sdk::{Client, IdempotencyKey, SubmitOptions, Submitted};
 
 use crate::ctx::Ctx;
 use crate::error::CliError;
@@ -41,7 +41,11 @@ pub(crate) async fn submit(ctx: &Ctx, client: &Client, args: &Args) -> Result<Su
         None => IdempotencyKey::random()?,
     };
     let text = loaded.upload(ctx, client).await?;
-    let submitted = client.submit_as(text, &key).await?;
+    let options = SubmitOptions { key: Some(key), trace: ctx.trace.as_ref().map(|trace| trace.context()) };
+    let submitted = client.submit_with(text, &options).await?;
+    if let Some(trace) = &ctx.trace {
+        trace.submitted(submitted.job);
+    }
     let name = &loaded.job.spec().name;
     let known = if submitted.existed { " (was there already, under the same key)" } else { "" };
     ctx.out.note(&format!("{}: {name}, {}{known}", submitted.job, count(u64::from(submitted.tasks), "task")));

@@ -134,7 +134,7 @@ impl WorkMessage {
     pub fn only_job(&self) -> Option<JobId> {
         let mut jobs = self.orders.iter().filter_map(|order| match order {
             Order::Run(bundle) => Some(bundle.job),
-            Order::Stop { .. } | Order::HandBack { .. } | Order::Forget { .. } | Order::Watch { .. } => None,
+            Order::Stop { .. } | Order::HandBack { .. } | Order::Forget { .. } => None,
         });
         let first = jobs.next()?;
         jobs.all(|job| job == first).then_some(first)

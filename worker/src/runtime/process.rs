@@ -80,9 +80,9 @@ impl Machine for ProcessMachine {
                 }
             },
         }
-        if let Some(cgroup) = self.cgroup.as_ref().filter(|_| prepared.limits.memory_bytes.is_some()) {
-            self.oom_before = cgroup.oom_kills();
-        }
+        // Without a limit a helper that is killed is no matter of memory, and reading the count is saved.
+        let limited = self.cgroup.as_ref().filter(|_| prepared.limits.memory_bytes.is_some());
+        self.oom_before = limited.map_or(u64::MAX, SlotCgroup::oom_kills);
         Ok(())
     }
 

@@ -3,16 +3,20 @@
 //! Owns reading that from a cgroup or, without one, from /proc. Does not own what is done to them.
 
 use std::fs;
+use std::path::Path;
 
 /// Everything else in the cgroup whose `cgroup.procs` is given, or else every descendant of this process.
 pub fn others(procs: Option<&str>) -> Vec<libc::pid_t> {
     let own = std::process::id().cast_signed();
-    if let Some(text) = procs.and_then(|file| fs::read_to_string(file).ok()) {
-        let listed = text.lines().filter_map(|line| line.parse().ok()).filter(|pid| *pid != own);
-        // Also below us but elsewhere: a task with the rights may have moved itself to another cgroup.
-        return listed.chain(descendants(own)).collect();
-    }
-    descendants(own)
+    let listed = procs.map(|file| listed(Path::new(file))).unwrap_or_default();
+    // Also below us but elsewhere: a task with the rights may have moved itself to another cgroup.
+    listed.into_iter().filter(|pid| *pid != own).chain(descendants(own)).collect()
+}
+
+/// The processes in a `cgroup.procs`. One outside our pid namespace stands there as 0, which to `kill` means our own process group.
+pub fn listed(procs: &Path) -> Vec<libc::pid_t> {
+    let text = fs::read_to_string(procs).unwrap_or_default();
+    text.lines().filter_map(|line| line.parse().ok()).filter(|pid| *pid > 0).collect()
 }
 
 /// Every process below `root` that still runs: a zombie has nothing below it and can't be killed again.

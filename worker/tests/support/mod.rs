@@ -45,6 +45,8 @@ pub struct FakeBusState {
     pub down: AtomicBool,
     /// The next beat is answered with "lost".
     pub lost: AtomicBool,
+    /// How long a beat is on its way, in milliseconds.
+    pub beat_takes_ms: AtomicU64,
 }
 
 impl Bus for FakeBus {
@@ -66,6 +68,7 @@ impl Bus for FakeBus {
         if self.0.down.load(Ordering::SeqCst) {
             return Err(BusError::NoAnswer("down".into()));
         }
+        tokio::time::sleep(Duration::from_millis(self.0.beat_takes_ms.load(Ordering::SeqCst))).await;
         self.0.beats.lock().unwrap().push(wire::decode("beat", &bytes).unwrap());
         let lost = self.0.lost.swap(false, Ordering::SeqCst);
         Ok(wire::encode(&BeatAnswer { term: Term(1), linger_ms: 2, joined: true, lost }).into())
@@ -180,6 +183,7 @@ impl World {
             sequence: AtomicU64::new(1_000),
             down: AtomicBool::new(false),
             lost: AtomicBool::new(false),
+            beat_takes_ms: AtomicU64::new(0),
         }));
         let objects = FakeObjects::default();
         let mut config = Config::new(WorkerId::new("w1").unwrap(), dir.path().to_owned());

@@ -230,7 +230,9 @@ mod tests {
     }
 
     fn said(retry: &str, phase: Phase, class: FailureClass, attempts: &[(u64, AttemptRow)], progress: &Progress) -> Explanation {
-        let mut cell = Cell { phase, failures: attempts.len() as u16, number: attempts.len() as u16, ..Cell::FRESH };
+        let mut cell = Cell::FRESH;
+        let tries = attempts.len() as u16;
+        (cell.phase, cell.failures, cell.number) = (phase, tries, tries);
         cell.set_class(Some(class));
         task(&EndedTask { job: JobId(1), index: 3, facts: &facts(retry), progress, cell, attempts })
     }

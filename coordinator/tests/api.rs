@@ -379,11 +379,7 @@ async fn live_output_is_followed_to_the_end() {
         // Something of the attempt's end was not seen live: the report brings it.
         let mut end = success(name);
         end.stdout = Some(Stream { bytes: 14, tail: b"one\ntwo\nthree\n".to_vec().into(), stored: false, truncated: false });
-        let worker = volley_jobspecs::ids::WorkerId::new("w1").expect("a name");
-        let incarnation = cluster.running.handle.read(|state, _, _| state.workers.values().next().map(|w| w.incarnation)).await.expect("read").expect("a worker");
-        let report = volley_jobspecs::wire::report::Report { worker: worker.clone(), incarnation, number: 9, ends: vec![end] };
-        let record = wire::encode(&volley_jobspecs::wire::record::Record::Report(report));
-        cluster.running.handle.log().publish(&subjects::log_report(&worker), record.into(), Duration::from_secs(5)).await.expect("published");
+        cluster.report(end).await;
     };
     let (task, all) = (format!("/v1/jobs/{job}/tasks/0/logs?follow=true"), format!("/v1/jobs/{job}/logs?follow=true"));
     let (_, task, all) = tokio::time::timeout(Duration::from_secs(20), async { tokio::join!(publish, cluster.get(&task), cluster.get(&all)) }).await.expect("in time");
@@ -414,15 +410,11 @@ async fn a_followed_task_is_kept_alive_gone_on_with_and_of_whole_characters() {
         client.flush().await.expect("flushed");
         tokio::time::sleep(Duration::from_millis(100)).await;
     };
-    let open = async |path: String| {
-        let request = axum::http::Request::get(path).header("authorization", format!("Bearer {BOOTSTRAP}")).body(axum::body::Body::empty()).expect("a request");
-        let answer = tower::ServiceExt::oneshot(cluster.router.clone(), request).await.expect("an answer");
-        assert_eq!(answer.status(), 200);
-        answer.into_body().into_data_stream()
-    };
     let path = format!("/v1/jobs/{job}/tasks/0/logs?follow=true&form=pieces");
-    let mut first = open(path.clone()).await;
-    let mut all = open(format!("/v1/jobs/{job}/logs?follow=true")).await;
+    let mut first = cluster.stream(&path).await;
+    let mut all = cluster.stream(&format!("/v1/jobs/{job}/logs?follow=true")).await;
+    // Until the server knows of both.
+    tokio::time::sleep(Duration::from_millis(200)).await;
     // A character lies across the border of two pieces.
     send(0, b"a\xe2\x86").await;
     send(3, b"\x92b").await;
@@ -446,23 +438,16 @@ async fn a_followed_task_is_kept_alive_gone_on_with_and_of_whole_characters() {
     assert_eq!(cursor, "1.5.0");
     drop(first);
     // It comes back: what it has is not sent again, what the report has is sent, and the end is told.
-    let again = tokio::spawn({
-        let (router, path) = (cluster.router.clone(), format!("{path}&after={cursor}"));
-        async move {
-            let request = axum::http::Request::get(path).header("authorization", format!("Bearer {BOOTSTRAP}")).body(axum::body::Body::empty()).expect("a request");
-            let answer = tower::ServiceExt::oneshot(router, request).await.expect("an answer");
-            axum::body::to_bytes(answer.into_body(), 1 << 20).await.expect("a whole body")
-        }
-    });
+    let again = cluster.stream(&format!("{path}&after={cursor}")).await;
+    let again = tokio::spawn(again.fold(Vec::new(), async |mut all, bytes| {
+        all.extend_from_slice(&bytes.expect("bytes"));
+        all
+    }));
     tokio::time::sleep(Duration::from_millis(300)).await;
     send(3, b"\x92bc").await;
     let mut end = success(name);
     end.stdout = Some(Stream { bytes: 7, tail: "a→bcd".as_bytes().to_vec().into(), stored: false, truncated: false });
-    let worker = volley_jobspecs::ids::WorkerId::new("w1").expect("a name");
-    let incarnation = cluster.running.handle.read(|state, _, _| state.workers.values().next().map(|w| w.incarnation)).await.expect("read").expect("a worker");
-    let report = volley_jobspecs::wire::report::Report { worker: worker.clone(), incarnation, number: 9, ends: vec![end] };
-    let record = wire::encode(&volley_jobspecs::wire::record::Record::Report(report));
-    cluster.running.handle.log().publish(&subjects::log_report(&worker), record.into(), Duration::from_secs(5)).await.expect("published");
+    cluster.report(end).await;
     let again = tokio::time::timeout(Duration::from_secs(20), again).await.expect("in time").expect("no panic");
     let lines: Vec<Value> = again.split(|byte| *byte == b'\n').filter_map(|line| serde_json::from_slice(line).ok()).collect();
     let shown: Vec<_> = lines.iter().map(|line| (line["offset"].as_u64(), line["base64"].as_str(), line["end"] == true)).collect();

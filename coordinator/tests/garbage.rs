@@ -55,7 +55,7 @@ async fn a_removed_job_leaves_nothing_and_what_nobody_names_goes() {
     let (job, other) = (cluster.submit(&spec).await, cluster.submit(&spec).await);
     cluster.ended(&job).await;
     cluster.ended(&other).await;
-    for key in ["items/nobodys/index.json", "items/nobodys/000000.jsonl", "specs/nobodys", "uploads/default/ulost", "jobs/strange"] {
+    for key in ["items/nobodys/index.json", "items/nobodys/000000.jsonl", "specs/nobodys", "uploads/other/ulost", "jobs/strange"] {
         cluster.store.put(key, b"x".to_vec().into()).await.expect("stored");
     }
     let names = |job: &str| {

@@ -17,7 +17,8 @@ async fn up_stops_at_a_bad_record_and_goes_on_behind_it() {
     let password = secrets["nats_password"].as_str().unwrap().to_owned();
     let options = async_nats::ConnectOptions::with_user_and_password("volley".into(), password);
     let client = options.connect(ports["nats"][0].as_str().unwrap()).await.unwrap();
-    let published = async_nats::jetstream::new(client).publish("volley.log.control.default", vec![0xff, 0x00].into()).await.unwrap();
+    let jetstream = async_nats::jetstream::new(client);
+    let published = jetstream.publish("volley.log.control.default", vec![0xff, 0x00].into()).await.unwrap();
     let bad = published.await.unwrap().sequence.to_string();
 
     until("volley up has ended", || cluster.has_ended());

@@ -32,7 +32,8 @@ async fn a_record_that_nobody_can_read_stops_all_until_it_is_passed_over() {
     cluster.wait(job, Duration::from_secs(60)).await;
     let url = nats_url(&cluster);
     let client = async_nats::ConnectOptions::with_user_and_password("volley".into(), "faults".into()).connect(&url).await.unwrap();
-    let published = async_nats::jetstream::new(client).publish("volley.log.report.w0", UNKNOWN.to_vec().into()).await.unwrap();
+    let jetstream = async_nats::jetstream::new(client);
+    let published = jetstream.publish("volley.log.report.w0", UNKNOWN.to_vec().into()).await.unwrap();
     let bad = published.await.unwrap().sequence;
 
     let command = format!("volley log skip {bad}");

@@ -199,6 +199,23 @@ impl Cluster {
         self.call(Method::POST, path, Some(BOOTSTRAP), &[], body).await
     }
 
+    /// Opens a stream; its bytes as they come.
+    pub async fn stream(&self, path: &str) -> axum::body::BodyDataStream {
+        let request = Request::get(path).header("authorization", format!("Bearer {BOOTSTRAP}")).body(Body::empty()).expect("a request");
+        let response = self.router.clone().oneshot(request).await.expect("the router never fails");
+        assert_eq!(response.status(), 200, "{path}");
+        response.into_body().into_data_stream()
+    }
+
+    /// Reports the end of an attempt in the name of the one worker there is.
+    pub async fn report(&self, end: AttemptEnd) {
+        let read = self.running.handle.read(|state, _, _| state.workers.iter().next().map(|(name, w)| (name.clone(), w.incarnation)));
+        let (worker, incarnation) = read.await.expect("read").expect("a worker");
+        let report = Report { worker: worker.clone(), incarnation, number: 9, ends: vec![end] };
+        let record = encode(&Record::Report(report));
+        self.running.handle.log().publish(&subjects::log_report(&worker), record.into(), Duration::from_secs(5)).await.expect("published");
+    }
+
     /// Submits a spec and returns the job's id.
     pub async fn submit(&self, spec: &Value) -> String {
         let answer = self.post("/v1/jobs", spec.to_string()).await.expect(201).json();

@@ -18,6 +18,9 @@ use crate::error::{Error, root_cause};
 const CONNECT_MAX: Duration = Duration::from_secs(5);
 /// How long a connection may be idle before the system asks whether the other side is still there.
 const KEEPALIVE: Duration = Duration::from_secs(15);
+/// How long a connection is kept for the next request: coordinators close what was idle for 30 s, and a request that meets the close is
+/// lost.
+const IDLE_MAX: Duration = Duration::from_secs(20);
 
 /// A client of one cluster. Cheap to clone; clones share connections, and a read by one sees what another wrote.
 #[derive(Clone)]
@@ -129,6 +132,7 @@ fn connections(endpoints: &[Url]) -> Result<reqwest::Client, Error> {
         .user_agent(concat!("volley-sdk/", env!("CARGO_PKG_VERSION")))
         .connect_timeout(CONNECT_MAX)
         .tcp_keepalive(KEEPALIVE)
+        .pool_idle_timeout(IDLE_MAX)
         .tcp_nodelay(true)
         // A redirect would carry the token to an address nobody configured.
         .redirect(Policy::none());

@@ -65,7 +65,8 @@ impl Secrets {
 /// How to reach the NATS of the `volley up` that runs in `dir`; none when it doesn't run.
 pub fn running(dir: &Path) -> Result<Option<NatsConfig>, String> {
     let path = dir.join("secrets.json");
-    let text = std::fs::read(&path).map_err(|e| format!("no `volley up` keeps its cluster in {}: {}: {e}", dir.display(), path.display()))?;
+    let text =
+        std::fs::read(&path).map_err(|e| format!("no `volley up` keeps its cluster in {}: {}: {e}", dir.display(), path.display()))?;
     let secrets: Secrets = serde_json::from_slice(&text).map_err(|e| format!("{}: {e}", path.display()))?;
     let user = Some((USER.to_owned(), secrets.nats_password));
     Ok(url(&dir.join("nats").join("ports")).map(|url| NatsConfig { url, user, credentials: None }))

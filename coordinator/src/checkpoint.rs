@@ -227,7 +227,14 @@ mod tests {
 
     fn manifest(sequence: u64, keys: &[&str]) -> Manifest {
         let file = |key: &&str| File { name: "000001.sst".into(), key: (*key).into(), bytes: 1, blake3: String::new() };
-        Manifest { version: VERSION.into(), cluster: "c".into(), sequence, level: 1, skipped: BTreeSet::new(), files: keys.iter().map(file).collect() }
+        Manifest {
+            version: VERSION.into(),
+            cluster: "c".into(),
+            sequence,
+            level: 1,
+            skipped: BTreeSet::new(),
+            files: keys.iter().map(file).collect(),
+        }
     }
 
     #[test]
@@ -264,10 +271,25 @@ mod tests {
 
     #[test]
     fn only_names_of_rocksdb_are_ours() {
-        for ours in ["CURRENT", "LOCK", "LOG", "LOG.old.123", "IDENTITY", "MANIFEST-000005", "OPTIONS-000007", "OPTIONS-000007.dbtmp", "000012.sst", "000013.log", "000001.dbtmp"] {
+        for ours in [
+            "CURRENT",
+            "LOCK",
+            "LOG",
+            "LOG.old.123",
+            "IDENTITY",
+            "MANIFEST-000005",
+            "OPTIONS-000007",
+            "OPTIONS-000007.dbtmp",
+            "000012.sst",
+            "000013.log",
+            "000001.dbtmp",
+        ] {
             assert!(is_ours(ours), "{ours}");
         }
-        for other in ["", "..", "a.sst", ".sst", "../1.sst", "notes.txt", "MANIFEST-", "MANIFEST-x", "LOG.txt", "secrets.json", "1.sst/..", "CURRENT.bak"] {
+        for other in [
+            "", "..", "a.sst", ".sst", "../1.sst", "notes.txt", "MANIFEST-", "MANIFEST-x", "LOG.txt", "secrets.json", "1.sst/..",
+            "CURRENT.bak",
+        ] {
             assert!(!is_ours(other), "{other}");
         }
         assert!(belongs("CURRENT") && belongs("000013.log") && !belongs("LOG") && !belongs("LOCK") && !belongs("LOG.old.1"));

@@ -95,7 +95,9 @@ pub enum ConfigError {
     #[error("the log can't have {0} copies; allowed: 1, 3, 5")]
     Replicas(usize),
     /// The bootstrap token has another form.
-    #[error("the bootstrap token must be vt_bootstrap_ and a secret of at least {SECRET_CHARS_MIN} letters and digits (`openssl rand -hex 32` makes one)")]
+    #[error(
+        "the bootstrap token must be vt_bootstrap_ and a secret of at least {SECRET_CHARS_MIN} letters and digits (`openssl rand -hex 32` makes one)"
+    )]
     Bootstrap,
 }
 
@@ -137,8 +139,10 @@ impl CoordinatorConfig {
             return Err(ConfigError::Replicas(self.replicas));
         }
         let Some(token) = &self.bootstrap_token else { return Ok(None) };
-        let secret = token.strip_prefix(TOKEN_PREFIX).and_then(|rest| rest.strip_prefix(BOOTSTRAP_ID)).and_then(|rest| rest.strip_prefix('_'));
-        let fits = |secret: &&str| secret.len() >= SECRET_CHARS_MIN && secret.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'_' || b == b'-');
+        let secret =
+            token.strip_prefix(TOKEN_PREFIX).and_then(|rest| rest.strip_prefix(BOOTSTRAP_ID)).and_then(|rest| rest.strip_prefix('_'));
+        let fits =
+            |secret: &&str| secret.len() >= SECRET_CHARS_MIN && secret.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'_' || b == b'-');
         secret.filter(fits).map(Some).ok_or(ConfigError::Bootstrap)
     }
 }

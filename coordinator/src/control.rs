@@ -64,7 +64,15 @@ fn may(state: &State, tenant: &TenantId, id: JobId) -> Result<(), Refusal> {
     if job.facts.tenant == *tenant || tenant.as_str() == OPERATOR { Ok(()) } else { Err(Refusal::NoJob(id)) }
 }
 
-fn cancel(state: &mut State, sequence: u64, tenant: &TenantId, id: JobId, now: bool, reason: &str, fx: &mut Effects) -> Result<(), Refusal> {
+fn cancel(
+    state: &mut State,
+    sequence: u64,
+    tenant: &TenantId,
+    id: JobId,
+    now: bool,
+    reason: &str,
+    fx: &mut Effects,
+) -> Result<(), Refusal> {
     may(state, tenant, id)?;
     if state.jobs.get(&id).is_some_and(|job| job.progress.ended_ms.is_some()) {
         return Err(Refusal::Ended(id));

@@ -31,7 +31,9 @@ pub enum CoreError {
     #[error(transparent)]
     Apply(#[from] ApplyError),
     /// A record can't be read.
-    #[error("record {sequence} can't be read: {source}. Nothing of it is applied; install a build that knows it. To pass over it, and so lose what it says: `volley log skip {sequence}`, then restart every coordinator")]
+    #[error(
+        "record {sequence} can't be read: {source}. Nothing of it is applied; install a build that knows it. To pass over it, and so lose what it says: `volley log skip {sequence}`, then restart every coordinator"
+    )]
     Record {
         /// Which.
         sequence: u64,
@@ -39,7 +41,9 @@ pub enum CoreError {
         source: DecodeError,
     },
     /// A record makes this build panic.
-    #[error("applying record {sequence} panicked ({what}); install a build that can apply it. To pass over it, and so lose what it says: `volley log skip {sequence}`, then restart every coordinator")]
+    #[error(
+        "applying record {sequence} panicked ({what}); install a build that can apply it. To pass over it, and so lose what it says: `volley log skip {sequence}`, then restart every coordinator"
+    )]
     Panicked {
         /// Which.
         sequence: u64,
@@ -47,7 +51,9 @@ pub enum CoreError {
         what: String,
     },
     /// Our state is not what the leader's was.
-    #[error("after record {sequence} this coordinator's state differed from the leader's; its RocksDB directory must be dropped and rebuilt")]
+    #[error(
+        "after record {sequence} this coordinator's state differed from the leader's; its RocksDB directory must be dropped and rebuilt"
+    )]
     Digest {
         /// Which record.
         sequence: u64,

@@ -28,9 +28,9 @@ use crate::io::log::{Fenced, Log, LogError};
 use crate::io::rocks::RocksRows;
 use crate::leader::{Action, Leader, Tuning};
 use crate::metrics::Metrics;
-use crate::state::{Head, State};
 use crate::state::effects::{Answer, Effects};
 use crate::state::rows;
+use crate::state::{Head, State};
 use crate::trace;
 use crate::trail::Trailer;
 
@@ -124,7 +124,10 @@ pub struct Parts {
 ///
 /// # Errors
 /// [`DriverError`] when the state can't be opened or a subscription fails.
-pub async fn start(parts: Parts, stop: CancellationToken) -> Result<(Handle, tokio::task::JoinHandle<Result<(), DriverError>>), DriverError> {
+pub async fn start(
+    parts: Parts,
+    stop: CancellationToken,
+) -> Result<(Handle, tokio::task::JoinHandle<Result<(), DriverError>>), DriverError> {
     let mut core = Core::open(&parts.rows).map_err(CoreError::from)?;
     let (_, last, _, _) = parts.log.bounds().await?;
     core.pass_over(parts.log.skips().await?);
@@ -319,7 +322,8 @@ impl Driver {
         let (core, rows) = (&mut self.core, &self.parts.rows);
         // The core is not used again after a panic: the coordinator stops and says which record it was.
         let applied = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| core.apply(rows, batch)));
-        let effects = applied.unwrap_or_else(|panic| Err(CoreError::Panicked { sequence: self.core.applying(), what: panics::said(&*panic) }))?;
+        let effects =
+            applied.unwrap_or_else(|panic| Err(CoreError::Panicked { sequence: self.core.applying(), what: panics::said(&*panic) }))?;
         self.parts.metrics.applied(batch.len(), started.elapsed(), &effects);
         let head = &self.core.state().head;
         if !self.leading && self.lead_sent.is_some() && head.leader == self.parts.name {

@@ -46,13 +46,12 @@ pub fn explain_job(state: &State, id: JobId, heard: &Heard) -> Explanation {
         return only("it ended in this moment; ask again".to_owned());
     };
     let counts = job.counts();
-    let mut explanation = if job.waiting() > 0 {
-        waiting(state, job, heard)
-    } else {
-        only("nothing of the job waits for a worker".to_owned())
-    };
+    let mut explanation =
+        if job.waiting() > 0 { waiting(state, job, heard) } else { only("nothing of the job waits for a worker".to_owned()) };
     let places = [(counts.waiting, "wait for a worker"), (counts.running, "are with workers"), (counts.backoff, "wait for their next try")];
-    explanation.details.extend(places.into_iter().filter(|(count, _)| *count > 0).map(|(count, what)| format!("{count} of {} tasks {what}", counts.total)));
+    explanation.details.extend(
+        places.into_iter().filter(|(count, _)| *count > 0).map(|(count, what)| format!("{count} of {} tasks {what}", counts.total)),
+    );
     explanation
 }
 
@@ -75,7 +74,10 @@ fn settled(state: &State, job: &Job, index: u32, cell: Option<Cell>) -> Option<S
             let page = job.pages.get(&(index / PAGE_TASKS));
             let due = page.and_then(|page| page.due.get(&((index % PAGE_TASKS) as u16)));
             let until = due.map_or_else(String::new, |due| format!(" until {}", instant(*due)));
-            Some(format!("the task failed {} times and waits{until} before its next try ($.task.retry.backoff)", cell.failures + cell.infra))
+            Some(format!(
+                "the task failed {} times and waits{until} before its next try ($.task.retry.backoff)",
+                cell.failures + cell.infra
+            ))
         }
         Phase::Fresh if job.progress.rest.is_some() => Some("the task ended with its job before it was ever given out".to_owned()),
         Phase::Fresh | Phase::Ready => None,
@@ -130,9 +132,14 @@ fn of_workers(job: &Job, state: &State, workers: &[WorkerExplanation]) -> String
     if workers.iter().any(|worker| worker.reasons.is_empty()) {
         let ahead = Waiting::new(job).left();
         if let Some(rate) = job.facts.plan.rate {
-            return format!("a worker would take it; the job may start {} tasks per {} ms ($.limits.rate), and {ahead} of its tasks wait", rate.count, rate.per_ms);
+            return format!(
+                "a worker would take it; the job may start {} tasks per {} ms ($.limits.rate), and {ahead} of its tasks wait",
+                rate.count, rate.per_ms
+            );
         }
-        return format!("a worker would take it: it is about to be given out ({ahead} tasks of this job wait, jobs of higher priority or with less of their share go first)");
+        return format!(
+            "a worker would take it: it is about to be given out ({ahead} tasks of this job wait, jobs of higher priority or with less of their share go first)"
+        );
     }
     "every worker that could run this task is busy, draining, quarantined or silent; see each worker's reasons".to_owned()
 }
@@ -163,7 +170,12 @@ fn reasons(job: &Job, worker: &Worker, now_ms: u64, silent_ms: Option<u64>) -> V
         let promised = worker.promised;
         reasons.push(format!(
             "has too little left: of {} thousandths of a core {} are promised, of {} bytes of memory {}, of {} bytes of disk {}",
-            worker.info.cpu_milli, promised.cpu_milli, worker.info.memory_bytes, promised.memory_bytes, worker.info.disk_bytes, promised.disk_bytes
+            worker.info.cpu_milli,
+            promised.cpu_milli,
+            worker.info.memory_bytes,
+            promised.memory_bytes,
+            worker.info.disk_bytes,
+            promised.disk_bytes
         ));
     }
     reasons
@@ -206,7 +218,14 @@ mod tests {
             build: String::new(),
             host: String::new(),
         };
-        let worker = Worker { incarnation: Incarnation(1), info, draining: false, quarantined_until_ms: 0, bundles: BTreeMap::new(), promised: Promised::default() };
+        let worker = Worker {
+            incarnation: Incarnation(1),
+            info,
+            draining: false,
+            quarantined_until_ms: 0,
+            bundles: BTreeMap::new(),
+            promised: Promised::default(),
+        };
         state.workers.insert(WorkerId::new("w").unwrap_or_else(|e| panic!("{e}")), worker);
         state
     }
@@ -226,7 +245,8 @@ mod tests {
         assert!(reasons[0].contains("full"), "{reasons:?}");
 
         let mut s = state(2, Isolation::Process);
-        let silent = Heard { silence: Some(s.workers.keys().map(|w| (w.clone(), 60_000)).collect()), failed_on: s.workers.keys().next().cloned() };
+        let silent =
+            Heard { silence: Some(s.workers.keys().map(|w| (w.clone(), 60_000)).collect()), failed_on: s.workers.keys().next().cloned() };
         let (summary, reasons) = said(&s, &silent);
         assert!(summary.contains("silent") && reasons.len() == 2, "{summary} {reasons:?}");
         for worker in s.workers.values_mut() {

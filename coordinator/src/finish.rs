@@ -72,7 +72,9 @@ pub fn end(state: &mut State, sequence: u64, id: JobId, cause: EndCause, reason:
 /// Ends the job when more tasks have failed than its limit allows.
 pub fn fail_fast(state: &mut State, sequence: u64, id: JobId, fx: &mut Effects) {
     let Some(job) = state.jobs.get(&id) else { return };
-    let Some(limit) = job.facts.plan.fail_fast.filter(|limit| job.progress.ending.is_none() && job.failed() > limit.failures_max) else { return };
+    let Some(limit) = job.facts.plan.fail_fast.filter(|limit| job.progress.ending.is_none() && job.failed() > limit.failures_max) else {
+        return;
+    };
     let reason = format!("{} tasks failed, more than $.limits.maxFailures allows ({})", job.failed(), limit.failures_max);
     end(state, sequence, id, EndCause::FailFast, reason, limit.stop_running, fx);
 }
@@ -119,7 +121,9 @@ pub fn retention_timers(id: JobId, facts: &Facts, progress: &Progress, head: &He
 pub fn evict(state: &mut State, fx: &mut Effects) {
     for (id, number) in std::mem::take(&mut fx.touched_pages) {
         let Some(job) = state.jobs.get_mut(&id) else { continue };
-        if job.pages.get(&number).is_some_and(crate::state::task::Page::settled) && let Some(page) = job.pages.remove(&number) {
+        if job.pages.get(&number).is_some_and(crate::state::task::Page::settled)
+            && let Some(page) = job.pages.remove(&number)
+        {
             fx.pages.remove(&(id, number));
             fx.settled.push((id, number, page));
         } else {
@@ -127,7 +131,10 @@ pub fn evict(state: &mut State, fx: &mut Effects) {
         }
     }
     for id in std::mem::take(&mut fx.touched_jobs) {
-        let over = state.jobs.get(&id).is_some_and(|job| job.progress.ended_ms.is_some() && job.open.is_empty() && job.progress.trailing.is_empty());
+        let over = state
+            .jobs
+            .get(&id)
+            .is_some_and(|job| job.progress.ended_ms.is_some() && job.open.is_empty() && job.progress.trailing.is_empty());
         if over && let Some(job) = state.jobs.remove(&id) {
             fx.evicted.push(job);
         }

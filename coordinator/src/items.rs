@@ -36,7 +36,9 @@ pub enum SourceError {
     #[error("{0:?} is no object; one looks like s3://bucket/key")]
     BadUri(String),
     /// The bucket is not among those that may be read.
-    #[error("bucket {bucket:?} is not among those this cluster reads items from; upload the file instead, or ask an operator to allow the bucket")]
+    #[error(
+        "bucket {bucket:?} is not among those this cluster reads items from; upload the file instead, or ask an operator to allow the bucket"
+    )]
     Bucket {
         /// Which.
         bucket: String,

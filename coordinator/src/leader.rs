@@ -64,12 +64,7 @@ pub struct Tuning {
 
 impl Default for Tuning {
     fn default() -> Self {
-        Self {
-            lost_after_ms: LOST_AFTER_MS,
-            grace_ms: GRACE_MS,
-            bundle_ms: place::BUNDLE_MS,
-            bundle_tasks_max: place::BUNDLE_TASKS_MAX,
-        }
+        Self { lost_after_ms: LOST_AFTER_MS, grace_ms: GRACE_MS, bundle_ms: place::BUNDLE_MS, bundle_tasks_max: place::BUNDLE_TASKS_MAX }
     }
 }
 
@@ -431,7 +426,8 @@ impl Leader {
         let forget = &state.head.forget;
         let manifests = self.manifests.iter().filter(|id| !forget.contains(id)).map(|id| (*id, Trailing::Manifest));
         let sweeps = state.head.sweep.iter().filter(|id| !forget.contains(id)).map(|id| (*id, Trailing::FailedObjects));
-        let quiet = |id: &&JobId| !self.holders.contains_key(*id) && !self.doing.iter().any(|(job, what)| job == *id && *what != Trailing::Objects);
+        let quiet =
+            |id: &&JobId| !self.holders.contains_key(*id) && !self.doing.iter().any(|(job, what)| job == *id && *what != Trailing::Objects);
         let forgets = forget.iter().filter(quiet).map(|id| (*id, Trailing::Objects));
         let wanted: Vec<(JobId, Trailing)> = manifests.chain(sweeps).chain(forgets).collect();
         for (job, what) in wanted {

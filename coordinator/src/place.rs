@@ -203,7 +203,13 @@ pub fn place(scheduler: &mut Scheduler, state: &State, now_ms: u64, silent: &BTr
 }
 
 /// The least loaded worker that takes the queue's next bundle.
-fn fit(scheduler: &Scheduler, queue: &mut Queue<'_>, candidates: &[Candidate<'_>], by_load: &BTreeSet<(u64, usize)>, slots: u32) -> Option<(usize, Assignment)> {
+fn fit(
+    scheduler: &Scheduler,
+    queue: &mut Queue<'_>,
+    candidates: &[Candidate<'_>],
+    by_load: &BTreeSet<(u64, usize)>,
+    slots: u32,
+) -> Option<(usize, Assignment)> {
     let job = queue.job;
     let needs = &job.facts.plan.needs;
     let next = queue.waiting.peek()?;
@@ -211,7 +217,9 @@ fn fit(scheduler: &Scheduler, queue: &mut Queue<'_>, candidates: &[Candidate<'_>
     let may_wait = scheduler.may_wait(job.id);
     let fits = |c: &Candidate<'_>| {
         let idle = c.bundles < c.worker.info.slots;
-        worker::unfit(&c.worker.info, needs).is_empty() && (idle || may_wait) && c.promised.fits(needs, &c.worker.info, if idle { 1 } else { BUNDLES_PER_SLOT })
+        worker::unfit(&c.worker.info, needs).is_empty()
+            && (idle || may_wait)
+            && c.promised.fits(needs, &c.worker.info, if idle { 1 } else { BUNDLES_PER_SLOT })
     };
     let mut fitting = by_load.iter().map(|(_, at)| *at).filter(|at| fits(&candidates[*at]));
     let at = match avoided {
@@ -280,7 +288,9 @@ impl<'a> Shares<'a> {
                 let tenant = self.tenants.get(*name);
                 !queues.is_empty() && tenant.is_none_or(|(bundles, _, max)| max.is_none_or(|max| *bundles < max))
             });
-            let share = |name: &TenantId| self.tenants.get(name).map_or(0, |(bundles, weight, _)| u64::from(*bundles) * 1_000_000 / u64::from(*weight));
+            let share = |name: &TenantId| {
+                self.tenants.get(name).map_or(0, |(bundles, weight, _)| u64::from(*bundles) * 1_000_000 / u64::from(*weight))
+            };
             let Some(name) = open.map(|(name, _)| *name).min_by_key(|name| (share(name), *name)) else {
                 class.remove();
                 continue;

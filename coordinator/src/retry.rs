@@ -72,7 +72,11 @@ mod tests {
         let mut cell = Cell::FRESH;
         let mut tries = 1;
         while decide(policy, JobId(1), 0, &cell, class, code).is_some() {
-            if class.is_infra() { cell.infra += 1 } else { cell.failures += 1 }
+            if class.is_infra() {
+                cell.infra += 1
+            } else {
+                cell.failures += 1
+            }
             tries += 1;
             assert!(tries < 100);
         }

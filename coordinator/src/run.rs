@@ -82,7 +82,9 @@ pub enum StartError {
         why: String,
     },
     /// The bucket belongs to a cluster whose log is not at this NATS.
-    #[error("bucket {bucket} belongs to cluster {cluster}, but NATS at {nats} has no log: it is another NATS, or its log was lost. Point to the right one, restore the log, or use an empty bucket (or prefix) for a new cluster")]
+    #[error(
+        "bucket {bucket} belongs to cluster {cluster}, but NATS at {nats} has no log: it is another NATS, or its log was lost. Point to the right one, restore the log, or use an empty bucket (or prefix) for a new cluster"
+    )]
     NoLog {
         /// The bucket.
         bucket: String,
@@ -92,7 +94,9 @@ pub enum StartError {
         nats: String,
     },
     /// Log and bucket belong to different clusters.
-    #[error("the log at {nats} belongs to cluster {log}, bucket {bucket} to cluster {found}; point to the bucket of {log} or to the NATS of {found}")]
+    #[error(
+        "the log at {nats} belongs to cluster {log}, bucket {bucket} to cluster {found}; point to the bucket of {log} or to the NATS of {found}"
+    )]
     OtherBucket {
         /// Where the log is.
         nats: String,
@@ -340,7 +344,9 @@ async fn connect(config: &CoordinatorConfig, name: &str) -> Result<(async_nats::
     loop {
         let error = match bus::connect(&config.nats, name).await {
             Ok(connected) => return Ok(connected),
-            Err(error @ (ConnectError::Old { .. } | ConnectError::NoJetStream { .. } | ConnectError::Credentials { .. })) => return Err(error.into()),
+            Err(error @ (ConnectError::Old { .. } | ConnectError::NoJetStream { .. } | ConnectError::Credentials { .. })) => {
+                return Err(error.into());
+            }
             Err(error @ ConnectError::Unreachable { .. }) => error,
         };
         let waited = started.elapsed();
@@ -388,7 +394,9 @@ async fn bucket_identity(store: &Store) -> Result<Option<String>, StartError> {
         Err(error) => return Err(error.into()),
     };
     let identity: Result<Identity, _> = serde_json::from_slice(&bytes);
-    identity.map(|identity| Some(identity.cluster)).map_err(|error| StartError::Identity { url: store.url(keys::CLUSTER), why: error.to_string() })
+    identity
+        .map(|identity| Some(identity.cluster))
+        .map_err(|error| StartError::Identity { url: store.url(keys::CLUSTER), why: error.to_string() })
 }
 
 async fn has_log(client: async_nats::Client) -> Result<bool, StartError> {
@@ -396,7 +404,9 @@ async fn has_log(client: async_nats::Client) -> Result<bool, StartError> {
     match context.get_stream(LOG_STREAM).await {
         Ok(_) => Ok(true),
         Err(error) => match error.kind() {
-            jetstream::context::GetStreamErrorKind::JetStream(error) if error.error_code() == jetstream::ErrorCode::STREAM_NOT_FOUND => Ok(false),
+            jetstream::context::GetStreamErrorKind::JetStream(error) if error.error_code() == jetstream::ErrorCode::STREAM_NOT_FOUND => {
+                Ok(false)
+            }
             _ => Err(LogError::Nats { what: "looking for the stream VOLLEY_LOG", why: error.to_string() }.into()),
         },
     }

@@ -63,7 +63,8 @@ mod tests {
 
     #[test]
     fn a_record_reads_like_what_it_is() {
-        let bytes = decided(vec![Decision::Tick(5), Decision::Digest { sequence: 7, hash: [0xab; 16] }, Decision::Checkpointed { sequence: 7 }]);
+        let bytes =
+            decided(vec![Decision::Tick(5), Decision::Digest { sequence: 7, hash: [0xab; 16] }, Decision::Checkpointed { sequence: 7 }]);
         let line = line(8, &bytes, None).unwrap();
         let wanted = json!({ "sequence": 8, "record": { "Decided": { "term": 3, "round": 9, "decisions": [
             { "Tick": 5 }, { "Digest": { "sequence": 7, "hash": "ab".repeat(16) } }, { "Checkpointed": { "sequence": 7 } } ] } } });

@@ -8,12 +8,12 @@ use std::collections::BTreeSet;
 use volley_jobspecs::ids::JobId;
 use volley_jobspecs::wire::LEVEL_ROUNDS;
 
-use crate::{finish, uploads};
 use crate::state::effects::Effects;
 use crate::state::job::{EndCause, Job};
 use crate::state::task::{PAGE_TASKS, Phase};
 use crate::state::worker;
 use crate::state::{Head, State, Timer};
+use crate::{finish, uploads};
 
 /// Timers one Tick fires at most (DESIGN §5): bounds the time a record takes to apply. The rest fire with the next.
 pub const TIMERS_PER_TICK: usize = 10_000;
@@ -71,7 +71,15 @@ fn fire(state: &mut State, sequence: u64, timer: Timer, fx: &mut Effects) {
         }
         Timer::Total(id) => {
             let total = state.jobs.get(&id).and_then(|job| job.facts.plan.total_ms).unwrap_or(0);
-            finish::end(state, sequence, id, EndCause::Deadline, format!("it was not done within {total} ms ($.limits.deadline)"), true, fx);
+            finish::end(
+                state,
+                sequence,
+                id,
+                EndCause::Deadline,
+                format!("it was not done within {total} ms ($.limits.deadline)"),
+                true,
+                fx,
+            );
         }
         Timer::FailedObjects(id) => _ = state.head.sweep.insert(id),
         Timer::Forget(id) => _ = state.head.forget.insert(id),

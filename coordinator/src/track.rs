@@ -159,7 +159,9 @@ fn end_all(state: &mut State, sequence: u64, worker: &WorkerId, fx: &mut Effects
 pub fn attempts_lost(state: &mut State, sequence: u64, names: &[AttemptName], fx: &mut Effects) {
     for name in names {
         let Some(open) = state.jobs.get(&name.job).and_then(|job| job.open.get(&name.index)) else { continue };
-        let Some(worker) = state.workers.iter().find(|(_, w)| w.bundles.contains_key(&open.bundle)).map(|(n, _)| n.clone()) else { continue };
+        let Some(worker) = state.workers.iter().find(|(_, w)| w.bundles.contains_key(&open.bundle)).map(|(n, _)| n.clone()) else {
+            continue;
+        };
         let message = format!("worker {worker} received this task but neither holds nor reported it");
         _ = ended(state, sequence, &worker, &host_lost(*name, message), true, fx);
     }
@@ -187,4 +189,3 @@ fn host_lost(name: AttemptName, message: String) -> AttemptEnd {
         outputs: None,
     }
 }
-

@@ -11,9 +11,8 @@ use tokio_util::sync::CancellationToken;
 use volley_coordinator::config::CoordinatorConfig;
 use volley_jobspecs::failure::FailureClass;
 use volley_jobspecs::keys;
-use volley_jobspecs::wire::live::Live;
+use volley_jobspecs::wire;
 use volley_jobspecs::wire::report::{AttemptEnd, Ending, Outputs, Stream};
-use volley_jobspecs::{subjects, wire};
 
 fn spec(name: &str, items: Value) -> Value {
     json!({ "version": "volley/v1", "name": name, "labels": { "team": name }, "items": items,
@@ -99,7 +98,10 @@ async fn items_from_a_file_are_cut_into_pages() {
     let of_upload = spec("file", json!({ "jsonl": { "upload": upload["id"] } })).to_string().replace("${item}", "${item.n}");
 
     let plan = cluster.post("/v1/jobs?dryRun=true", of_upload.clone()).await.expect(200).json();
-    assert_eq!((&plan["tasks"], &plan["last"][2]["command"][1], &plan["first"][0]["command"][1]), (&json!(2500), &json!("2499"), &json!("0")));
+    assert_eq!(
+        (&plan["tasks"], &plan["last"][2]["command"][1], &plan["first"][0]["command"][1]),
+        (&json!(2500), &json!("2499"), &json!("0"))
+    );
     assert!(cluster.get("/v1/jobs").await.expect(200).json()["rows"].as_array().is_some_and(Vec::is_empty));
 
     let job = cluster.post("/v1/jobs", of_upload).await.expect(201).json()["job"].as_str().expect("a job").to_owned();
@@ -117,7 +119,12 @@ async fn items_from_a_file_are_cut_into_pages() {
     let refused = cluster.post("/v1/jobs", of(json!({ "upload": bad["id"] }))).await.expect(400).json();
     assert_eq!((&refused["code"], &refused["problems"][0]["path"]), (&json!("bad_spec"), &json!("$.items.jsonl.upload")));
     assert!(refused["message"].as_str().is_some_and(|m| m.contains("line 2")), "{refused}");
-    for source in [json!({ "upload": "nothing" }), json!({ "s3": "s3://cell/nothing" }), json!({ "s3": "s3://cell/specs/x" }), json!({ "s3": "s3://other/x" })] {
+    for source in [
+        json!({ "upload": "nothing" }),
+        json!({ "s3": "s3://cell/nothing" }),
+        json!({ "s3": "s3://cell/specs/x" }),
+        json!({ "s3": "s3://other/x" }),
+    ] {
         let refused = cluster.post("/v1/jobs", of(source.clone())).await.expect(400).json();
         assert_eq!(refused["code"], "bad_spec", "{source} {refused}");
     }
@@ -128,7 +135,8 @@ async fn items_from_a_file_are_cut_into_pages() {
 async fn the_same_key_is_the_same_job() {
     let Some(cluster) = cluster().await else { return };
     let (one, two) = (spec("one", json!({ "count": 2 })).to_string(), spec("two", json!({ "count": 2 })).to_string());
-    let submit = async |body: &str| cluster.call(Method::POST, "/v1/jobs", Some(BOOTSTRAP), &[("idempotency-key", "k1")], body.to_owned()).await;
+    let submit =
+        async |body: &str| cluster.call(Method::POST, "/v1/jobs", Some(BOOTSTRAP), &[("idempotency-key", "k1")], body.to_owned()).await;
     let first = submit(&one).await.expect(201).json();
     let again = submit(&one).await.expect(200).json();
     assert_eq!((&first["job"], &again["existed"]), (&again["job"], &json!(true)));
@@ -154,7 +162,8 @@ async fn tenants_see_their_own_and_operators_all() {
     let (secret, token_id) = (token["token"].as_str().expect("a token"), token["id"].as_str().expect("an id"));
 
     let theirs = cluster.submit(&spec("theirs", json!({ "count": 1 }))).await;
-    let ours = cluster.call(Method::POST, "/v1/jobs", Some(secret), &[], spec("ours", json!({ "count": 1 })).to_string()).await.expect(201).json();
+    let ours =
+        cluster.call(Method::POST, "/v1/jobs", Some(secret), &[], spec("ours", json!({ "count": 1 })).to_string()).await.expect(201).json();
     let ours = ours["job"].as_str().expect("a job");
     for path in ["", "/spec", "/tasks", "/results", "/tasks/0", "/tasks/0/attempts", "/tasks/0/logs", "/tasks/0/outputs", "/events"] {
         cluster.call(Method::GET, &format!("/v1/jobs/{theirs}{path}"), Some(secret), &[], "").await.expect(404);
@@ -174,14 +183,26 @@ async fn tenants_see_their_own_and_operators_all() {
     assert_eq!(listed(&format!("/v1/jobs?after={ours}"), BOOTSTRAP).await, ["theirs"]);
     assert_eq!(listed("/v1/jobs?state=succeeded", BOOTSTRAP).await, Vec::<String>::new());
 
-    let forbidden = [(Method::GET, "/v1/tenants"), (Method::POST, "/v1/tenants"), (Method::POST, "/v1/tokens"), (Method::DELETE, "/v1/tokens/x"), (Method::POST, "/v1/workers/w/drain"), (Method::GET, "/metrics"), (Method::GET, "/v1/jobs?tenant=default")];
+    let forbidden = [
+        (Method::GET, "/v1/tenants"),
+        (Method::POST, "/v1/tenants"),
+        (Method::POST, "/v1/tokens"),
+        (Method::DELETE, "/v1/tokens/x"),
+        (Method::POST, "/v1/workers/w/drain"),
+        (Method::GET, "/metrics"),
+        (Method::GET, "/v1/jobs?tenant=default"),
+    ];
     for (method, path) in forbidden {
         cluster.call(method, path, Some(secret), &[], "{}").await.expect(403);
     }
-    let quota = cluster.call(Method::POST, "/v1/jobs", Some(secret), &[], spec("big", json!({ "count": 50 })).to_string()).await.expect(429).json();
+    let quota =
+        cluster.call(Method::POST, "/v1/jobs", Some(secret), &[], spec("big", json!({ "count": 50 })).to_string()).await.expect(429).json();
     assert!(quota["code"] == "quota" && quota["retryable"] == true, "{quota}");
     cluster.post(&format!("/v1/jobs/{ours}/pause"), "").await.expect(200);
-    cluster.call(Method::POST, &format!("/v1/jobs/{ours}/cancel"), Some(secret), &[], json!({ "reason": "enough" }).to_string()).await.expect(200);
+    cluster
+        .call(Method::POST, &format!("/v1/jobs/{ours}/cancel"), Some(secret), &[], json!({ "reason": "enough" }).to_string())
+        .await
+        .expect(200);
 
     cluster.call(Method::DELETE, &format!("/v1/tokens/{token_id}"), Some(BOOTSTRAP), &[], "").await.expect(204);
     cluster.call(Method::GET, "/v1/jobs", Some(secret), &[], "").await.expect(401);
@@ -258,7 +279,11 @@ async fn a_queue_deadline_says_what_was_waited_for() {
     spec["task"]["timeouts"] = json!({ "queue": "300ms" });
     let job = cluster.submit(&spec).await;
     let waiting = cluster.get(&format!("/v1/jobs/{job}/explain")).await.expect(200).json();
-    assert!(waiting["summary"].as_str().is_some_and(|s| s.contains("no worker has joined")) && waiting["details"][0] == "3 of 3 tasks wait for a worker", "{waiting}");
+    assert!(
+        waiting["summary"].as_str().is_some_and(|s| s.contains("no worker has joined"))
+            && waiting["details"][0] == "3 of 3 tasks wait for a worker",
+        "{waiting}"
+    );
     let view = cluster.ended(&job).await;
     assert_eq!((&view["tasks"]["infraFailed"], &view["exitCode"]), (&json!(3), &json!(3)), "{view}");
     let rows = cluster.get(&format!("/v1/jobs/{job}/results")).await.expect(200).lines();
@@ -292,12 +317,19 @@ async fn limits_are_told_clearly() {
     cluster.call(Method::GET, "/v1/jobs", Some(BOOTSTRAP), &[("volley-sequence", "x")], "").await.expect(400);
     let behind = cluster.call(Method::GET, "/v1/jobs", Some(BOOTSTRAP), &[("volley-sequence", "999999999")], "").await.expect(503);
     assert!(behind.json()["retryable"] == true && behind.headers.contains_key("retry-after"));
-    let problems = cluster.post("/v1/jobs", r#"{"version":"volley/v1","name":"a b","task":{"isolation":"process","comand":"x"}}"#).await.expect(400).json();
+    let problems = cluster
+        .post("/v1/jobs", r#"{"version":"volley/v1","name":"a b","task":{"isolation":"process","comand":"x"}}"#)
+        .await
+        .expect(400)
+        .json();
     assert!(problems["problems"].as_array().is_some_and(|p| p.len() >= 2), "{problems}");
     // A spec that is too large for the log lies in the bucket.
     let big = spec("big", json!({ "inline": (0..200).map(|i| format!("{i}{}", "x".repeat(1_000))).collect::<Vec<_>>() }));
     let job = cluster.submit(&big).await;
-    assert_eq!(cluster.get(&format!("/v1/jobs/{job}/spec")).await.expect(200).json()["items"]["inline"].as_array().map(Vec::len), Some(200));
+    assert_eq!(
+        cluster.get(&format!("/v1/jobs/{job}/spec")).await.expect(200).json()["items"]["inline"].as_array().map(Vec::len),
+        Some(200)
+    );
     cluster.stop().await;
 }
 
@@ -305,7 +337,9 @@ async fn limits_are_told_clearly() {
 async fn outputs_and_kept_logs_come_back_and_failed_ones_are_swept() {
     let Some(cluster) = cluster().await else { return };
     let stop = CancellationToken::new();
-    let kept = |bytes: &[u8], stored| Some(Stream { bytes: bytes.len() as u64, tail: bytes[bytes.len().saturating_sub(4)..].to_vec().into(), stored, truncated: false });
+    let kept = |bytes: &[u8], stored| {
+        Some(Stream { bytes: bytes.len() as u64, tail: bytes[bytes.len().saturating_sub(4)..].to_vec().into(), stored, truncated: false })
+    };
     worker(&cluster.world.nats.url, "w1", 2, stop, move |name| {
         let mut end = success(name);
         end.stdout = kept(b"whole stdout\n", true);
@@ -344,117 +378,13 @@ async fn outputs_and_kept_logs_come_back_and_failed_ones_are_swept() {
     assert_eq!(cluster.get(&format!("{at}/logs?follow=true&attempt=1")).await.expect(200).text(), "whole stdout\nerr\n");
 
     use volley_coordinator::trail::Trailer;
-    let objects = volley_coordinator::io::objects::Objects::new(cluster.store.clone(), cluster.running.handle.rows().clone(), Default::default());
+    let objects =
+        volley_coordinator::io::objects::Objects::new(cluster.store.clone(), cluster.running.handle.rows().clone(), Default::default());
     assert!(objects.trail(id(&job), volley_jobspecs::wire::record::Trailing::FailedObjects).await);
     let left = cluster.store.list(&format!("jobs/{job}/main/"), None, 100).await.expect("a list");
     assert!(left.objects.len() == 3 && left.objects.iter().all(|o| o.key.starts_with(&keys::attempt_prefix(&names[1]))), "{left:?}");
     // What retention took leaves its tail.
     assert_eq!(cluster.get(&format!("{at}/logs?attempt=1&stream=stdout")).await.expect(200).text(), "out\n");
-    cluster.stop().await;
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn live_output_is_followed_to_the_end() {
-    let Some(cluster) = cluster().await else { return };
-    let (stop, (names, mut begun)) = (CancellationToken::new(), tokio::sync::mpsc::unbounded_channel());
-    worker(&cluster.world.nats.url, "w1", 1, stop, move |name| {
-        _ = names.send(name);
-        None
-    })
-    .await;
-    let client = async_nats::connect(&cluster.world.nats.url).await.expect("NATS");
-    let mut watched = client.subscribe(subjects::WATCH_ALL).await.expect("a subscription");
-    let job = cluster.submit(&spec("live", json!({ "count": 1 }))).await;
-    let name = begun.recv().await.expect("an attempt");
-    let publish = async {
-        use futures::StreamExt;
-        assert_eq!(watched.next().await.map(|m| m.subject.to_string()), Some(subjects::watch(id(&job))));
-        // A second stream may watch too; pieces go to both.
-        for (offset, bytes) in [(0u64, &b"one\n"[..]), (0, b"one\n"), (4, b"two\n")] {
-            let piece = Live { name, stderr: false, offset, bytes: bytes.to_vec().into() };
-            client.publish(subjects::live(id(&job), 0), wire::encode(&piece).into()).await.expect("published");
-        }
-        client.flush().await.expect("flushed");
-        tokio::time::sleep(Duration::from_millis(300)).await;
-        // Something of the attempt's end was not seen live: the report brings it.
-        let mut end = success(name);
-        end.stdout = Some(Stream { bytes: 14, tail: b"one\ntwo\nthree\n".to_vec().into(), stored: false, truncated: false });
-        cluster.report(end).await;
-    };
-    let (task, all) = (format!("/v1/jobs/{job}/tasks/0/logs?follow=true"), format!("/v1/jobs/{job}/logs?follow=true"));
-    let (_, task, all) = tokio::time::timeout(Duration::from_secs(20), async { tokio::join!(publish, cluster.get(&task), cluster.get(&all)) }).await.expect("in time");
-    assert_eq!(task.expect(200).text(), "one\ntwo\nthree\n");
-    let lines = all.expect(200).lines();
-    assert!(lines.iter().all(|line| line["index"] == 0 && line["stream"] == "stdout"), "{lines:?}");
-    cluster.stop().await;
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn a_followed_task_is_kept_alive_gone_on_with_and_of_whole_characters() {
-    use futures::StreamExt;
-    let Some(world) = World::new().await else { return };
-    let config = CoordinatorConfig { keep_alive: Duration::from_millis(200), ..world.config() };
-    let cluster = world.cluster_with(config).await;
-    let (names, mut begun) = tokio::sync::mpsc::unbounded_channel();
-    worker(&cluster.world.nats.url, "w1", 1, CancellationToken::new(), move |name| {
-        _ = names.send(name);
-        None
-    })
-    .await;
-    let client = async_nats::connect(&cluster.world.nats.url).await.expect("NATS");
-    let job = cluster.submit(&spec("live", json!({ "count": 1 }))).await;
-    let name = begun.recv().await.expect("an attempt");
-    let send = async |offset: u64, bytes: &[u8]| {
-        let piece = Live { name, stderr: false, offset, bytes: bytes.to_vec().into() };
-        client.publish(subjects::live(id(&job), 0), wire::encode(&piece).into()).await.expect("published");
-        client.flush().await.expect("flushed");
-        tokio::time::sleep(Duration::from_millis(100)).await;
-    };
-    let path = format!("/v1/jobs/{job}/tasks/0/logs?follow=true&form=pieces");
-    let mut first = cluster.stream(&path).await;
-    let mut all = cluster.stream(&format!("/v1/jobs/{job}/logs?follow=true")).await;
-    // Until the server knows of both.
-    tokio::time::sleep(Duration::from_millis(200)).await;
-    // A character lies across the border of two pieces.
-    send(0, b"a\xe2\x86").await;
-    send(3, b"\x92b").await;
-    let (mut kept_alive, mut texts) = (false, String::new());
-    while texts != "a→b" {
-        let bytes = all.next().await.expect("a line").expect("a line");
-        match serde_json::from_slice::<Value>(&bytes) {
-            Ok(line) => texts.push_str(line["text"].as_str().expect("text")),
-            Err(_) => kept_alive = true,
-        }
-        assert!("a→b".starts_with(&texts), "{texts}");
-    }
-    let (mut cursor, mut pieces) = (String::new(), 0);
-    while pieces < 2 || !kept_alive {
-        let bytes = first.next().await.expect("a line").expect("a line");
-        match serde_json::from_slice::<Value>(&bytes) {
-            Ok(line) => (cursor, pieces) = (line["cursor"].as_str().expect("a cursor").to_owned(), pieces + 1),
-            Err(_) => kept_alive = true,
-        }
-    }
-    assert_eq!(cursor, "1.5.0");
-    drop(first);
-    // It comes back: what it has is not sent again, what the report has is sent, and the end is told.
-    let again = cluster.stream(&format!("{path}&after={cursor}")).await;
-    let again = tokio::spawn(again.fold(Vec::new(), async |mut all, bytes| {
-        all.extend_from_slice(&bytes.expect("bytes"));
-        all
-    }));
-    tokio::time::sleep(Duration::from_millis(300)).await;
-    send(3, b"\x92bc").await;
-    let mut end = success(name);
-    end.stdout = Some(Stream { bytes: 7, tail: "a→bcd".as_bytes().to_vec().into(), stored: false, truncated: false });
-    cluster.report(end).await;
-    let again = tokio::time::timeout(Duration::from_secs(20), again).await.expect("in time").expect("no panic");
-    let lines: Vec<Value> = again.split(|byte| *byte == b'\n').filter_map(|line| serde_json::from_slice(line).ok()).collect();
-    let shown: Vec<_> = lines.iter().map(|line| (line["offset"].as_u64(), line["base64"].as_str(), line["end"] == true)).collect();
-    assert_eq!(shown, [(Some(5), Some("Yw=="), false), (Some(6), Some("ZA=="), false), (Some(0), Some(""), true)]);
-    for bad in ["form=x", "follow=true&form=x", "form=pieces", "follow=true&after=1.0.0", "follow=true&form=pieces&after=x"] {
-        cluster.get(&format!("/v1/jobs/{job}/tasks/0/logs?{bad}")).await.expect(400);
-    }
     cluster.stop().await;
 }
 
@@ -469,7 +399,8 @@ async fn events_do_not_flood_and_the_last_one_says_the_end() {
     let both = async { tokio::join!(work, cluster.get(&plain), cluster.get(&tasks)) };
     let (_, plain, tasks) = tokio::time::timeout(Duration::from_secs(60), both).await.expect("in time");
     let took = started.elapsed();
-    let events = |text: String| -> Vec<Value> { text.lines().filter_map(|line| serde_json::from_str(line.strip_prefix("data: ")?).ok()).collect() };
+    let events =
+        |text: String| -> Vec<Value> { text.lines().filter_map(|line| serde_json::from_str(line.strip_prefix("data: ")?).ok()).collect() };
     let (plain, tasks) = (events(plain.expect(200).text()), events(tasks.expect(200).text()));
     let most = took.as_millis() as usize / 250 + 2;
     for events in [&plain, &tasks] {
@@ -498,7 +429,8 @@ async fn many_results_stream_fast_and_whole() {
     let (stop, url) = (CancellationToken::new(), cluster.world.nats.url.clone());
     worker(&url, "w2", 64, stop, |name| Some(success(name))).await;
     // A slow follower from the beginning gets every row too.
-    let followed = tokio::time::timeout(Duration::from_secs(120), cluster.get(&format!("/v1/jobs/{job}/results?follow=true"))).await.expect("in time");
+    let followed =
+        tokio::time::timeout(Duration::from_secs(120), cluster.get(&format!("/v1/jobs/{job}/results?follow=true"))).await.expect("in time");
     let mut seen: Vec<u64> = followed.expect(200).lines().iter().filter_map(|row| row["index"].as_u64()).collect();
     seen.sort_unstable();
     assert_eq!(seen, (0..TASKS as u64).collect::<Vec<_>>());
@@ -542,8 +474,15 @@ async fn the_server_answers_over_tcp_and_stops_with_streams_open() {
     ask("GET /metrics HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n".into()).await.read_to_string(&mut answer).await.expect("read");
     assert!(answer.starts_with("HTTP/1.1 401"), "tasks of this host read nothing: {answer}");
     answer.clear();
-    ask(format!("GET /metrics HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {BOOTSTRAP}\r\nconnection: close\r\n\r\n")).await.read_to_string(&mut answer).await.expect("read");
-    assert!(answer.starts_with("HTTP/1.1 200") && answer.contains("volley_leader 1\n") && answer.contains("volley_jobs{state=\"queued\"} 1\n"), "{answer}");
+    ask(format!("GET /metrics HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {BOOTSTRAP}\r\nconnection: close\r\n\r\n"))
+        .await
+        .read_to_string(&mut answer)
+        .await
+        .expect("read");
+    assert!(
+        answer.starts_with("HTTP/1.1 200") && answer.contains("volley_leader 1\n") && answer.contains("volley_jobs{state=\"queued\"} 1\n"),
+        "{answer}"
+    );
     answer.clear();
     ask("GET /v1/jobs HTTP/1.1\r\nhost: x\r\nbad header\r\n\r\n".into()).await.read_to_string(&mut answer).await.expect("read");
     assert!(answer.starts_with("HTTP/1.1 400"), "{answer}");

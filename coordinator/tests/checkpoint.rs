@@ -43,7 +43,8 @@ async fn head(running: &Running) -> Head {
 
 /// Jobs that end, one after another, until the log is trimmed.
 async fn work_until_trimmed(cluster: &Cluster) {
-    let spec = json!({ "version": "volley/v1", "name": "small", "items": { "count": 40 }, "task": { "isolation": "process", "command": "true" } });
+    let spec =
+        json!({ "version": "volley/v1", "name": "small", "items": { "count": 40 }, "task": { "isolation": "process", "command": "true" } });
     until("the log is trimmed", async || {
         let job = cluster.submit(&spec).await;
         cluster.ended(&job).await;
@@ -55,7 +56,12 @@ async fn work_until_trimmed(cluster: &Cluster) {
 
 /// Starts a second coordinator in `dir` and waits until its rows are the first one's.
 async fn joins(cluster: &Cluster, dir: &Path) {
-    let config = CoordinatorConfig { data_dir: dir.to_owned(), listen: ([127, 0, 0, 1], 0).into(), checkpoints: every(u64::MAX), ..cluster.world.config() };
+    let config = CoordinatorConfig {
+        data_dir: dir.to_owned(),
+        listen: ([127, 0, 0, 1], 0).into(),
+        checkpoints: every(u64::MAX),
+        ..cluster.world.config()
+    };
     let stop = CancellationToken::new();
     let second = run(config, stop.clone()).await.unwrap_or_else(|e| panic!("{e}"));
     until("the rows are the same", async || {
@@ -181,8 +187,13 @@ async fn a_record_nobody_can_read_is_named_and_passed_over() {
     }
     tokio::time::sleep(Duration::from_millis(500)).await;
     let cluster = world.cluster_with(config).await;
-    until("it leads", async || head(&cluster.running).await.skipped.contains(&bad) && cluster.running.handle.read(|_, leader, _| leader.is_some()).await.expect("it runs")).await;
-    let spec = json!({ "version": "volley/v1", "name": "after", "items": { "count": 1 }, "task": { "isolation": "process", "command": "true" } });
+    until("it leads", async || {
+        head(&cluster.running).await.skipped.contains(&bad)
+            && cluster.running.handle.read(|_, leader, _| leader.is_some()).await.expect("it runs")
+    })
+    .await;
+    let spec =
+        json!({ "version": "volley/v1", "name": "after", "items": { "count": 1 }, "task": { "isolation": "process", "command": "true" } });
     cluster.submit(&spec).await;
     cluster.stop().await;
 }

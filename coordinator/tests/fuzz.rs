@@ -33,8 +33,30 @@ impl Random {
 
     fn text(&mut self) -> String {
         const PIECES: [&str; 24] = [
-            "", "0", "-1", "j1", "j1042", "j99999999999999999999", "a", "..", "%2e%2e", "%00", "%ff", "true", "NaN", "1e999", "4294967296", "18446744073709551616",
-            "é", "\u{202e}", "x.y", "${item}", "null", "operator", "1.2.3", "'\"",
+            "",
+            "0",
+            "-1",
+            "j1",
+            "j1042",
+            "j99999999999999999999",
+            "a",
+            "..",
+            "%2e%2e",
+            "%00",
+            "%ff",
+            "true",
+            "NaN",
+            "1e999",
+            "4294967296",
+            "18446744073709551616",
+            "é",
+            "\u{202e}",
+            "x.y",
+            "${item}",
+            "null",
+            "operator",
+            "1.2.3",
+            "'\"",
         ];
         let mut text = String::new();
         for _ in 0..=self.below(3) {
@@ -46,17 +68,40 @@ impl Random {
 
 /// Percent-encodes what a URI can't carry, leaving what is encoded already.
 fn segment(text: &str) -> String {
-    text.bytes().map(|b| if b.is_ascii_alphanumeric() || b"-._~%".contains(&b) { char::from(b).to_string() } else { format!("%{b:02X}") }).collect()
+    text.bytes()
+        .map(|b| if b.is_ascii_alphanumeric() || b"-._~%".contains(&b) { char::from(b).to_string() } else { format!("%{b:02X}") })
+        .collect()
 }
 
 fn path(random: &mut Random, job: &str) -> String {
     const ROUTES: [&str; 24] = [
-        "/v1/jobs", "/v1/jobs/{}", "/v1/jobs/{}/spec", "/v1/jobs/{}/cancel", "/v1/jobs/{}/pause", "/v1/jobs/{}/resume", "/v1/jobs/{}/rerun", "/v1/jobs/{}/tasks",
-        "/v1/jobs/{}/tasks/{}", "/v1/jobs/{}/tasks/{}/attempts", "/v1/jobs/{}/tasks/{}/explain", "/v1/jobs/{}/results", "/v1/jobs/{}/tasks/{}/logs",
-        "/v1/jobs/{}/logs", "/v1/jobs/{}/tasks/{}/outputs", "/v1/jobs/{}/tasks/{}/outputs/{}", "/v1/jobs/{}/events", "/v1/workers", "/v1/workers/{}/drain",
-        "/v1/tokens/{}", "/v1/cluster", "/readyz", "/metrics", "/{}",
+        "/v1/jobs",
+        "/v1/jobs/{}",
+        "/v1/jobs/{}/spec",
+        "/v1/jobs/{}/cancel",
+        "/v1/jobs/{}/pause",
+        "/v1/jobs/{}/resume",
+        "/v1/jobs/{}/rerun",
+        "/v1/jobs/{}/tasks",
+        "/v1/jobs/{}/tasks/{}",
+        "/v1/jobs/{}/tasks/{}/attempts",
+        "/v1/jobs/{}/tasks/{}/explain",
+        "/v1/jobs/{}/results",
+        "/v1/jobs/{}/tasks/{}/logs",
+        "/v1/jobs/{}/logs",
+        "/v1/jobs/{}/tasks/{}/outputs",
+        "/v1/jobs/{}/tasks/{}/outputs/{}",
+        "/v1/jobs/{}/events",
+        "/v1/workers",
+        "/v1/workers/{}/drain",
+        "/v1/tokens/{}",
+        "/v1/cluster",
+        "/readyz",
+        "/metrics",
+        "/{}",
     ];
-    const PARAMETERS: [&str; 12] = ["limit", "after", "state", "label", "name", "tenant", "follow", "stream", "attempt", "dryRun", "x", "%00"];
+    const PARAMETERS: [&str; 12] =
+        ["limit", "after", "state", "label", "name", "tenant", "follow", "stream", "attempt", "dryRun", "x", "%00"];
     let mut path = random.pick(&ROUTES).to_owned();
     for real in [job, "0", "a.txt"] {
         // Half of the time what is really there, so that what lies behind it is reached.
@@ -125,12 +170,20 @@ fn body(random: &mut Random) -> Vec<u8> {
 fn request(random: &mut Random, job: &str) -> Request<Body> {
     let (method, path) = match random.below(3) {
         // Bodies matter most where they are read.
-        0 => (Method::POST, random.pick(&["/v1/jobs", "/v1/jobs?dryRun=true", "/v1/tenants", "/v1/tokens", "/v1/jobs/j1/cancel"]).to_owned()),
+        0 => {
+            (Method::POST, random.pick(&["/v1/jobs", "/v1/jobs?dryRun=true", "/v1/tenants", "/v1/tokens", "/v1/jobs/j1/cancel"]).to_owned())
+        }
         _ => {
             let path = path(random, job);
-            let method = random.pick(&[&Method::GET, &Method::GET, &Method::GET, &Method::POST, &Method::DELETE, &Method::PUT, &Method::HEAD]).clone();
+            let method = random
+                .pick(&[&Method::GET, &Method::GET, &Method::GET, &Method::POST, &Method::DELETE, &Method::PUT, &Method::HEAD])
+                .clone();
             // Removing the job that is there is no malformed request.
-            if method == Method::DELETE && path.split('?').next() == Some(&format!("/v1/jobs/{job}")) { (Method::GET, path) } else { (method, path) }
+            if method == Method::DELETE && path.split('?').next() == Some(&format!("/v1/jobs/{job}")) {
+                (Method::GET, path)
+            } else {
+                (method, path)
+            }
         }
     };
     let token = match random.below(10) {
@@ -172,7 +225,11 @@ async fn malformed_requests_are_refused_and_create_nothing() {
     let stop = tokio_util::sync::CancellationToken::new();
     support::worker(&cluster.world.nats.url, "w1", 2, stop.clone(), |name| Some(support::success(name))).await;
     // It has ended well, so nothing that may be asked of it changes anything.
-    let job = cluster.submit(&json!({ "version": "volley/v1", "name": "done", "items": { "count": 2 }, "task": { "isolation": "null", "command": "x" } })).await;
+    let job = cluster
+        .submit(
+            &json!({ "version": "volley/v1", "name": "done", "items": { "count": 2 }, "task": { "isolation": "null", "command": "x" } }),
+        )
+        .await;
     assert_eq!(cluster.ended(&job).await["state"], "succeeded");
     while cluster.store.head(&volley_jobspecs::keys::job_manifest(support::id(&job), 1)).await.is_err() {
         tokio::time::sleep(std::time::Duration::from_millis(50)).await;
@@ -187,7 +244,9 @@ async fn malformed_requests_are_refused_and_create_nothing() {
         let request = request(&mut random, &job);
         let shown = format!("{n}: {} {}", request.method(), request.uri());
         let head = request.method() == Method::HEAD;
-        let answer = tokio::time::timeout(std::time::Duration::from_secs(10), cluster.send(request)).await.unwrap_or_else(|_| panic!("no answer: {shown}"));
+        let answer = tokio::time::timeout(std::time::Duration::from_secs(10), cluster.send(request))
+            .await
+            .unwrap_or_else(|_| panic!("no answer: {shown}"));
         let status = answer.status.as_u16();
         *statuses.entry(status).or_insert(0) += 1;
         assert!(answer.headers.contains_key("volley-sequence"), "{shown}");

@@ -10,7 +10,10 @@ fn the_kept_document_is_the_codes() {
         std::fs::write(path, &made).expect("written");
     }
     let kept = std::fs::read_to_string(path).unwrap_or_default();
-    assert!(made == kept, "coordinator/src/api/openapi.json is not what the code makes; run this test with VOLLEY_UPDATE=1 and look at the difference");
+    assert!(
+        made == kept,
+        "coordinator/src/api/openapi.json is not what the code makes; run this test with VOLLEY_UPDATE=1 and look at the difference"
+    );
 }
 
 #[test]

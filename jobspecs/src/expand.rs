@@ -210,12 +210,9 @@ mod tests {
 
     #[test]
     fn a_range_is_counted_and_ends_before_its_end() {
-        for (from, to, step, all) in [
-            (0, 5, 2, vec![0, 2, 4]),
-            (0, 4, 2, vec![0, 2]),
-            (5, 0, -2, vec![5, 3, 1]),
-            (-3, 0, 1, vec![-3, -2, -1]),
-        ] {
+        for (from, to, step, all) in
+            [(0, 5, 2, vec![0, 2, 4]), (0, 4, 2, vec![0, 2]), (5, 0, -2, vec![5, 3, 1]), (-3, 0, 1, vec![-3, -2, -1])]
+        {
             let plan = plan(json!({ "range": { "from": from, "to": to, "step": step } }));
             assert_eq!(plan.count(), Some(all.len() as u64));
             assert_eq!((0..).map_while(|i| plan.item(i)).collect::<Vec<_>>(), all.into_iter().map(Value::from).collect::<Vec<_>>());
@@ -228,7 +225,10 @@ mod tests {
     fn chunks_are_lists_and_the_last_may_be_short() {
         let plan = plan(json!({ "count": 7, "chunk": 3 }));
         assert_eq!(plan.count(), Some(3));
-        assert_eq!((0..4).map(|i| plan.item(i)).collect::<Vec<_>>(), [Some(json!([0, 1, 2])), Some(json!([3, 4, 5])), Some(json!([6])), None]);
+        assert_eq!(
+            (0..4).map(|i| plan.item(i)).collect::<Vec<_>>(),
+            [Some(json!([0, 1, 2])), Some(json!([3, 4, 5])), Some(json!([6])), None]
+        );
     }
 
     #[test]

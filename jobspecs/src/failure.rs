@@ -9,8 +9,9 @@ use minicbor::{Decode, Encode};
 use serde::{Deserialize, Serialize};
 
 /// The class of a failure. Infra classes say nothing about the task's own work.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Encode, Decode, Serialize, Deserialize)]
-#[derive(schemars::JsonSchema, utoipa::ToSchema)]
+#[derive(
+    Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Encode, Decode, Serialize, Deserialize, schemars::JsonSchema, utoipa::ToSchema,
+)]
 #[serde(rename_all = "snake_case")]
 #[cbor(index_only)]
 pub enum FailureClass {
@@ -94,19 +95,10 @@ impl FailureClass {
     #[must_use]
     pub fn is_infra(self) -> bool {
         match self {
-            Self::StartTimeout
-            | Self::QueueTimeout
-            | Self::RestoreFailed
-            | Self::GuestLost
-            | Self::HostLost
-            | Self::StorageFailed => true,
-            Self::ExitCode
-            | Self::Signal
-            | Self::Oom
-            | Self::RunTimeout
-            | Self::InputMissing
-            | Self::PolicyDenied
-            | Self::Cancelled => false,
+            Self::StartTimeout | Self::QueueTimeout | Self::RestoreFailed | Self::GuestLost | Self::HostLost | Self::StorageFailed => true,
+            Self::ExitCode | Self::Signal | Self::Oom | Self::RunTimeout | Self::InputMissing | Self::PolicyDenied | Self::Cancelled => {
+                false
+            }
         }
     }
 

@@ -53,11 +53,7 @@ fn retry(retry: &RetrySpec) -> plan::Retry {
     plan::Retry {
         attempts: retry.attempts,
         infra_attempts: retry.infra_attempts,
-        backoff: Backoff {
-            initial_ms: retry.backoff.initial.0,
-            factor_milli: retry.backoff.factor.0,
-            cap_ms: retry.backoff.cap.0,
-        },
+        backoff: Backoff { initial_ms: retry.backoff.initial.0, factor_milli: retry.backoff.factor.0, cap_ms: retry.backoff.cap.0 },
         rules: retry.rules.iter().map(rule).collect(),
     }
 }

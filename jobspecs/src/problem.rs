@@ -127,7 +127,8 @@ pub(crate) fn shorten(text: &str) -> String {
 /// Adds a field to a JSON path.
 #[must_use]
 pub(crate) fn join(path: &str, key: &str) -> String {
-    let plain = !key.is_empty() && key.len() <= QUOTE_LEN_MAX && key.bytes().all(|b| b.is_ascii_alphanumeric() || matches!(b, b'_' | b'-' | b'$'));
+    let plain =
+        !key.is_empty() && key.len() <= QUOTE_LEN_MAX && key.bytes().all(|b| b.is_ascii_alphanumeric() || matches!(b, b'_' | b'-' | b'$'));
     if plain { format!("{path}.{key}") } else { format!("{path}[{:?}]", shorten(key)) }
 }
 

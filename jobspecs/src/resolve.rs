@@ -239,7 +239,11 @@ pub(crate) fn check_text(kind: Kind, text: &str) -> Result<(), TextError> {
     match kind {
         Kind::Word | Kind::Env | Kind::Stdin => Ok(()),
         Kind::Image | Kind::VolumeName | Kind::Host | Kind::SecretName | Kind::SecretEnv => {
-            if text.is_empty() { Err(TextError::Empty) } else { Ok(()) }
+            if text.is_empty() {
+                Err(TextError::Empty)
+            } else {
+                Ok(())
+            }
         }
         Kind::Workdir => check_no_escape(text),
         Kind::FilePath | Kind::OutputPath => check_file_path(text),
@@ -341,9 +345,7 @@ impl TaskTemplate {
     pub fn resolve(&self, values: &Values<'_>) -> Result<ResolvedTask, ResolveError> {
         let mut texts = Vec::with_capacity(self.templates.len());
         for (field, kind, template) in &self.templates {
-            let text = template
-                .substitute(values)
-                .map_err(|source| ResolveError::Substitute { field: field[1..].to_owned(), source })?;
+            let text = template.substitute(values).map_err(|source| ResolveError::Substitute { field: field[1..].to_owned(), source })?;
             check_text(*kind, &text).map_err(|source| ResolveError::Text { field: field[1..].to_owned(), source })?;
             texts.push(text);
         }
@@ -373,8 +375,8 @@ impl TaskTemplate {
         let workdir = task.workdir.as_ref().map(|_| next());
         let mut inputs = Vec::with_capacity(task.inputs.len());
         for (i, input) in task.inputs.iter().enumerate() {
-            let from = source(&next())
-                .ok_or_else(|| ResolveError::Text { field: format!("inputs[{i}].from"), source: TextError::Source })?;
+            let from =
+                source(&next()).ok_or_else(|| ResolveError::Text { field: format!("inputs[{i}].from"), source: TextError::Source })?;
             let path = next();
             let sha256 = input.sha256.as_ref().map(|_| next().to_ascii_lowercase());
             inputs.push(ResolvedInput { from, path, sha256, executable: input.executable });
@@ -458,7 +460,9 @@ mod tests {
         let spec = json!({ "command": "true", "inputs": [{ "from": "${item.from}", "path": "in/${item.path}" }] });
         let ok = json!({ "from": "https://example.org/x", "path": "a" });
         assert!(resolve(spec.clone(), &ok).is_ok());
-        for (from, path) in [("file:///etc/passwd", "a"), ("https://", "a"), ("s3://b/", "a"), ("s3://bucket/k", "../../x"), ("s3://bucket/k", "a/")] {
+        for (from, path) in
+            [("file:///etc/passwd", "a"), ("https://", "a"), ("s3://b/", "a"), ("s3://bucket/k", "../../x"), ("s3://bucket/k", "a/")]
+        {
             assert!(resolve(spec.clone(), &json!({ "from": from, "path": path })).is_err(), "{from} {path}");
         }
         let error = resolve(json!({ "command": ["x", "${item}"] }), &json!("a\0b")).map_err(|e| e.to_string());

@@ -15,8 +15,8 @@ use serde::{Deserialize, Serialize};
 pub use items::{CsvSource, FileSource, Items, Matrix, Range, ResultsSource};
 pub use scalars::{ByteSize, DurationMs, ExitCodes, Factor, FailureLimit, Keep, MilliCpus, RateSpan, Signal, TaskRate};
 pub use task::{
-    Access, BackoffSpec, Command, EgressRule, Flush, InputSpec, Isolation, NetworkSpec, OnRetry, Resources, RetryAction,
-    RetryMatch, RetryRuleSpec, RetrySpec, SecretMount, TaskSpec, Timeouts, VolumeKeep, VolumeMount,
+    Access, BackoffSpec, Command, EgressRule, Flush, InputSpec, Isolation, NetworkSpec, OnRetry, Resources, RetryAction, RetryMatch,
+    RetryRuleSpec, RetrySpec, SecretMount, TaskSpec, Timeouts, VolumeKeep, VolumeMount,
 };
 
 /// Most labels of a job, and of what it asks of workers: they are held in memory for every active job.

@@ -19,7 +19,8 @@ fn folder(name: &str) -> PathBuf {
 
 fn specs(name: &str) -> Vec<(PathBuf, Vec<u8>)> {
     let entries = fs::read_dir(folder(name)).unwrap_or_else(|e| panic!("{name}: {e}"));
-    let mut paths: Vec<PathBuf> = entries.filter_map(|e| Some(e.ok()?.path())).filter(|p| p.extension().is_some_and(|x| x == "json")).collect();
+    let mut paths: Vec<PathBuf> =
+        entries.filter_map(|e| Some(e.ok()?.path())).filter(|p| p.extension().is_some_and(|x| x == "json")).collect();
     paths.sort();
     paths.into_iter().map(|p| (p.clone(), fs::read(&p).unwrap_or_else(|e| panic!("{}: {e}", p.display())))).collect()
 }
@@ -211,7 +212,18 @@ fn ten_thousand_bad_inputs_never_panic() {
 #[test]
 fn wrong_values_anywhere_never_panic() {
     // Every value of every accepted spec is replaced by each of these in turn: valid JSON that is nearly a spec.
-    let odd = [json!(null), json!(-1), json!(1e300), json!(""), json!("${item.a.b}"), json!([]), json!({}), json!([[[]]]), json!(u64::MAX), json!("../x")];
+    let odd = [
+        json!(null),
+        json!(-1),
+        json!(1e300),
+        json!(""),
+        json!("${item.a.b}"),
+        json!([]),
+        json!({}),
+        json!([[[]]]),
+        json!(u64::MAX),
+        json!("../x"),
+    ];
     fn pointers(value: &Value, at: &str, out: &mut Vec<String>) {
         out.push(at.to_owned());
         match value {
@@ -239,11 +251,17 @@ fn wrong_values_anywhere_never_panic() {
 }
 
 fn any_item() -> impl Strategy<Value = Value> {
-    let leaf = prop_oneof![Just(Value::Null), any::<bool>().prop_map(Value::from), any::<i64>().prop_map(Value::from), "\\PC{0,8}".prop_map(Value::from)];
+    let leaf = prop_oneof![
+        Just(Value::Null),
+        any::<bool>().prop_map(Value::from),
+        any::<i64>().prop_map(Value::from),
+        "\\PC{0,8}".prop_map(Value::from)
+    ];
     leaf.prop_recursive(3, 12, 4, |inner| {
         prop_oneof![
             proptest::collection::vec(inner.clone(), 0..4).prop_map(Value::from),
-            proptest::collection::btree_map("[a-z]{1,4}", inner, 0..4).prop_map(|m| m.into_iter().collect::<serde_json::Map<_, _>>().into()),
+            proptest::collection::btree_map("[a-z]{1,4}", inner, 0..4)
+                .prop_map(|m| m.into_iter().collect::<serde_json::Map<_, _>>().into()),
         ]
     })
 }
@@ -252,10 +270,16 @@ fn any_spec() -> impl Strategy<Value = Value> {
     let items = prop_oneof![
         proptest::collection::vec(any_item(), 1..5).prop_map(|v| json!({ "inline": v })),
         (1u64..10_000_000).prop_map(|n| json!({ "count": n })),
-        (-1000i64..1000, 1i64..1000, 1i64..50).prop_map(|(from, len, step)| json!({ "range": { "from": from, "to": from + len, "step": step } })),
+        (-1000i64..1000, 1i64..1000, 1i64..50)
+            .prop_map(|(from, len, step)| json!({ "range": { "from": from, "to": from + len, "step": step } })),
         (1u32..1000).prop_map(|n| json!({ "lines": { "s3": "s3://bucket/key" }, "chunk": n })),
     ];
-    let task = (proptest::collection::vec("[a-z$ ]{1,6}", 1..4), proptest::option::of(1u64..100_000_000), proptest::option::of(1u32..64_000), 1u16..100)
+    let task = (
+        proptest::collection::vec("[a-z$ ]{1,6}", 1..4),
+        proptest::option::of(1u64..100_000_000),
+        proptest::option::of(1u32..64_000),
+        1u16..100,
+    )
         .prop_map(|(words, run, cpus, attempts)| {
             let mut task = json!({ "isolation": "process", "command": words, "retry": { "attempts": attempts } });
             if let Some(run) = run {

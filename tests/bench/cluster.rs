@@ -36,11 +36,18 @@ fn binary() -> PathBuf {
 
 fn start_nats(dir: &Path, port: u16) -> Child {
     let conf = dir.join("nats.conf");
-    let text = format!("host: 127.0.0.1\nport: {port}\njetstream {{ store_dir: \"{}\", sync_interval: always }}\n", dir.join("nats").display());
+    let text =
+        format!("host: 127.0.0.1\nport: {port}\njetstream {{ store_dir: \"{}\", sync_interval: always }}\n", dir.join("nats").display());
     std::fs::write(&conf, text).unwrap();
     let server = std::env::var_os("VOLLEY_NATS_SERVER").unwrap_or_else(|| "nats-server".into());
     let log = std::fs::File::create(dir.join("nats.log")).unwrap();
-    Command::new(server).arg("-c").arg(conf).stdout(Stdio::null()).stderr(log).spawn().expect("nats-server on PATH or in VOLLEY_NATS_SERVER")
+    Command::new(server)
+        .arg("-c")
+        .arg(conf)
+        .stdout(Stdio::null())
+        .stderr(log)
+        .spawn()
+        .expect("nats-server on PATH or in VOLLEY_NATS_SERVER")
 }
 
 impl Cluster {
@@ -63,7 +70,16 @@ impl Cluster {
         command.arg("coordinator").arg("--data-dir").arg(dir.path().join("c")).arg("--listen").arg(format!("127.0.0.1:{api_port}"));
         command.arg("--operator-token-file").arg(token);
         let coordinator = spawn(&mut command, &nats_url, &s3_url, &dir.path().join("coordinator.log"));
-        let cluster = Self { dir, nats, nats_url, s3: Some(s3), s3_url, coordinator, api: format!("http://127.0.0.1:{api_port}"), workers: Vec::new() };
+        let cluster = Self {
+            dir,
+            nats,
+            nats_url,
+            s3: Some(s3),
+            s3_url,
+            coordinator,
+            api: format!("http://127.0.0.1:{api_port}"),
+            workers: Vec::new(),
+        };
         cluster.ready().await;
         cluster
     }

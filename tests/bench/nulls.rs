@@ -12,7 +12,9 @@ use crate::cluster::{Cluster, cpu_seconds, resident};
 use crate::{figure, median, raw};
 
 fn spec(tasks: u32) -> String {
-    format!(r#"{{"version":"volley/v1","name":"null","items":{{"range":{{"from":0,"to":{tasks}}}}},"task":{{"isolation":"null","command":["true"]}}}}"#)
+    format!(
+        r#"{{"version":"volley/v1","name":"null","items":{{"range":{{"from":0,"to":{tasks}}}}},"task":{{"isolation":"null","command":["true"]}}}}"#
+    )
 }
 
 /// Submits, reads all results back as they come, and waits for the end. Returns seconds.
@@ -80,7 +82,8 @@ fn metric(text: &str, name: &str) -> f64 {
 fn p99(text: &str, name: &str) -> f64 {
     let count = metric(text, &format!("{name}_count"));
     let buckets = text.lines().filter_map(|line| line.strip_prefix(&format!("{name}_bucket{{le=\"")));
-    let mut bounds = buckets.filter_map(|line| Some((line.split('"').next()?.parse::<f64>().ok()?, line.rsplit(' ').next()?.parse::<f64>().ok()?)));
+    let mut bounds =
+        buckets.filter_map(|line| Some((line.split('"').next()?.parse::<f64>().ok()?, line.rsplit(' ').next()?.parse::<f64>().ok()?)));
     bounds.find(|(_, seen)| *seen >= count * 0.99).map_or(f64::NAN, |(bound, _)| bound)
 }
 

@@ -91,7 +91,8 @@ impl Cluster {
         wait_file(&root.join("s3-ready")).await;
         let nats_url = format!("nats://127.0.0.1:{nats_port}");
         let s3_url = format!("http://127.0.0.1:{}", plan.s3_via.unwrap_or(s3_port));
-        let common = ["--nats", &nats_url, "--nats-user", "volley", "--nats-password", "faults", "--s3-endpoint", &s3_url, "--s3-bucket", BUCKET];
+        let common =
+            ["--nats", &nats_url, "--nats-user", "volley", "--nats-password", "faults", "--s3-endpoint", &s3_url, "--s3-bucket", BUCKET];
         let mut endpoints = Vec::new();
         let mut coordinators = Vec::new();
         for i in 0..plan.coordinators {
@@ -111,7 +112,20 @@ impl Cluster {
             let work = plan.work_dir.clone().filter(|_| i == 0).unwrap_or_else(|| root.join(&name));
             let mut words = args(&["worker"]);
             words.extend(args(&common));
-            words.extend(args(&["--name", &name, "--slots", &slots.to_string(), "--cpus", "1000", "--memory", "64GiB", "--disk", "64GiB", "--null", "--work-dir"]));
+            words.extend(args(&[
+                "--name",
+                &name,
+                "--slots",
+                &slots.to_string(),
+                "--cpus",
+                "1000",
+                "--memory",
+                "64GiB",
+                "--disk",
+                "64GiB",
+                "--null",
+                "--work-dir",
+            ]));
             words.push(work.into());
             workers.push(Process::keep(volley(&root, &name, words)));
         }

@@ -101,7 +101,8 @@ async fn the_only_coordinators_disk_is_full() {
     assert!(first.says("No space left on device", Duration::from_secs(60)).await, "{}", cluster.logs(20));
     disk.empty();
     cluster.ready().await;
-    let spec = json!({ "version": "volley/v1", "name": "few", "items": { "count": 100 }, "task": { "isolation": "null", "command": "true" } });
+    let spec =
+        json!({ "version": "volley/v1", "name": "few", "items": { "count": 100 }, "task": { "isolation": "null", "command": "true" } });
     let job = cluster.submit(&spec).await;
     cluster.wait(job, Duration::from_secs(60)).await;
     cluster.all_succeeded(job, 100).await;

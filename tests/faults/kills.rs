@@ -135,7 +135,11 @@ async fn round(cluster: &Arc<Cluster>, seed: u64) {
 async fn strike(cluster: &Cluster, target: Target, fault: Fault, pick: u64) {
     if target == Target::All {
         println!("  {fault:?} everything");
-        [&cluster.nats, &cluster.s3].into_iter().chain(&cluster.coordinators).chain(&cluster.workers).for_each(crate::process::Process::kill);
+        [&cluster.nats, &cluster.s3]
+            .into_iter()
+            .chain(&cluster.coordinators)
+            .chain(&cluster.workers)
+            .for_each(crate::process::Process::kill);
         return;
     }
     let process = match target {

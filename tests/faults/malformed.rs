@@ -54,7 +54,11 @@ async fn malformed_input_is_refused_and_creates_nothing() {
             let mut statuses: BTreeMap<u16, u32> = BTreeMap::new();
             for n in (lane..requests).step_by(AT_ONCE as usize) {
                 let mut random = Random::new(seed ^ (n << 20));
-                let request = if n % 2 == 0 { malformed_spec(&mut random, &bases) } else { malformed_request(&mut random, &routes, &bases, &there.to_string()) };
+                let request = if n % 2 == 0 {
+                    malformed_spec(&mut random, &bases)
+                } else {
+                    malformed_request(&mut random, &routes, &bases, &there.to_string())
+                };
                 *statuses.entry(send(&cluster, request, seed, n).await).or_default() += 1;
             }
             statuses
@@ -80,7 +84,8 @@ async fn inventory(cluster: &Cluster) -> Vec<Value> {
     for (path, field) in [("/v1/jobs", "job"), ("/v1/tenants", "tenant"), ("/v1/workers", "worker")] {
         let found = cluster.get(&cluster.endpoints[0], path).await.unwrap_or_else(|| panic!("{path}"));
         let rows = if found.is_array() { &found } else { &found["rows"] };
-        let mut names: Vec<Value> = rows.as_array().unwrap_or_else(|| panic!("{path}: {found}")).iter().map(|row| row[field].clone()).collect();
+        let mut names: Vec<Value> =
+            rows.as_array().unwrap_or_else(|| panic!("{path}: {found}")).iter().map(|row| row[field].clone()).collect();
         names.sort_by_key(Value::to_string);
         all.push(names.into());
     }
@@ -90,7 +95,8 @@ async fn inventory(cluster: &Cluster) -> Vec<Value> {
 /// Sends it; whatever it is, the answer is no fault of the server's.
 async fn send(cluster: &Cluster, request: Malformed, seed: u64, n: u64) -> u16 {
     let Malformed { method, path, headers, body, may_succeed } = request;
-    let what = format!("request {n} of seed {seed}: {method} {path} {headers:?} {:?}", String::from_utf8_lossy(&body[..body.len().min(1_000)]));
+    let what =
+        format!("request {n} of seed {seed}: {method} {path} {headers:?} {:?}", String::from_utf8_lossy(&body[..body.len().min(1_000)]));
     let mut call = http().request(method, format!("{}{path}", cluster.endpoints[0])).bearer_auth(&cluster.token).body(body);
     for (name, value) in headers {
         match reqwest::header::HeaderValue::from_bytes(&value) {
@@ -133,12 +139,19 @@ async fn special(cluster: &Cluster) {
         vec![0xff; 1_000],
         large.to_string().into_bytes(),
         spec(r#"{"version":"volley/v1","name":"x","items":{"jsonl":{"upload":"nothing"}},"task":{"isolation":"process","command":"x"}}"#),
-        spec(r#"{"version":"volley/v1","name":"x","items":{"jsonl":{"s3":"s3://elsewhere/x"}},"task":{"isolation":"process","command":"x"}}"#),
-        spec(r#"{"version":"volley/v1","name":"x","items":{"count":99999999999999999999999},"task":{"isolation":"process","command":"x"}}"#),
-        spec(r#"{"version":"volley/v1","name":"x","items":{"range":{"from":-9223372036854775808,"to":9223372036854775807,"step":1}},"task":{"isolation":"process","command":"x"}}"#),
+        spec(
+            r#"{"version":"volley/v1","name":"x","items":{"jsonl":{"s3":"s3://elsewhere/x"}},"task":{"isolation":"process","command":"x"}}"#,
+        ),
+        spec(
+            r#"{"version":"volley/v1","name":"x","items":{"count":99999999999999999999999},"task":{"isolation":"process","command":"x"}}"#,
+        ),
+        spec(
+            r#"{"version":"volley/v1","name":"x","items":{"range":{"from":-9223372036854775808,"to":9223372036854775807,"step":1}},"task":{"isolation":"process","command":"x"}}"#,
+        ),
     ];
     for (n, body) in bodies.into_iter().enumerate() {
-        let request = Malformed { method: reqwest::Method::POST, path: "/v1/jobs".to_owned(), headers: Vec::new(), body, may_succeed: false };
+        let request =
+            Malformed { method: reqwest::Method::POST, path: "/v1/jobs".to_owned(), headers: Vec::new(), body, may_succeed: false };
         let status = send(cluster, request, 0, n as u64).await;
         println!("special body {n}: {status}");
     }
@@ -194,7 +207,8 @@ fn malformed_spec(random: &mut Random, bases: &[Value]) -> Malformed {
         if parse_and_validate(&body, &features).is_ok() {
             continue;
         }
-        let query = if random.one_in(8) { format!("?dryRun={}", ["true", "false", "", "1"][random.below(4) as usize]) } else { String::new() };
+        let query =
+            if random.one_in(8) { format!("?dryRun={}", ["true", "false", "", "1"][random.below(4) as usize]) } else { String::new() };
         let mut headers = Vec::new();
         if random.one_in(4) {
             headers.push(("idempotency-key", word(random).into_bytes()));
@@ -214,7 +228,8 @@ fn routes(document: &Value) -> Vec<(String, String)> {
 
 fn malformed_request(random: &mut Random, routes: &[(String, String)], bases: &[Value], there: &str) -> Malformed {
     let (method, template) = &routes[random.below(routes.len() as u64) as usize];
-    let method = if random.one_in(12) { ["GET", "PUT", "PATCH", "DELETE", "POST", "HEAD2"][random.below(6) as usize] } else { method.as_str() };
+    let method =
+        if random.one_in(12) { ["GET", "PUT", "PATCH", "DELETE", "POST", "HEAD2"][random.below(6) as usize] } else { method.as_str() };
     let mut path = String::new();
     for segment in template.trim_start_matches('/').split('/') {
         path.push('/');
@@ -244,7 +259,8 @@ fn malformed_request(random: &mut Random, routes: &[(String, String)], bases: &[
     }
     let mut headers = Vec::new();
     if random.one_in(6) {
-        let names = ["volley-sequence", "idempotency-key", "content-type", "last-event-id", "range", "traceparent", "accept", "x-forwarded-for"];
+        let names =
+            ["volley-sequence", "idempotency-key", "content-type", "last-event-id", "range", "traceparent", "accept", "x-forwarded-for"];
         headers.push((names[random.below(names.len() as u64) as usize], word(random).into_bytes()));
     }
     let mut body = match random.below(4) {
@@ -343,8 +359,36 @@ fn strange(random: &mut Random) -> Value {
 /// Text from nowhere in particular.
 fn word(random: &mut Random) -> String {
     let known = [
-        "", "-1", "0", "1e9", "99999999999999999999", "null", "../../etc/passwd", "..", "%00", "\u{0}", "a b", "ä", "\u{202e}", "'\"<>&;", "${item}",
-        "${", "j1", "j18446744073709551615", "j01", "s3://", "upload:", "5 TiB", "-5s", "1h1h", "NaN", "*", "default", "true", "{\"a\":1}", "\r\nx: y",
+        "",
+        "-1",
+        "0",
+        "1e9",
+        "99999999999999999999",
+        "null",
+        "../../etc/passwd",
+        "..",
+        "%00",
+        "\u{0}",
+        "a b",
+        "ä",
+        "\u{202e}",
+        "'\"<>&;",
+        "${item}",
+        "${",
+        "j1",
+        "j18446744073709551615",
+        "j01",
+        "s3://",
+        "upload:",
+        "5 TiB",
+        "-5s",
+        "1h1h",
+        "NaN",
+        "*",
+        "default",
+        "true",
+        "{\"a\":1}",
+        "\r\nx: y",
     ];
     match random.below(3) {
         0 => (0..random.below(12)).map(|_| char::from_u32(random.below(0x300) as u32).unwrap_or('x')).collect(),

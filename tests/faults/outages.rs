@@ -67,7 +67,8 @@ async fn nats_is_not_there_at_the_start() {
     tokio::time::sleep(Duration::from_secs(2)).await;
     cluster.nats.back();
     cluster.ready().await;
-    let spec = json!({ "version": "volley/v1", "name": "late", "items": { "count": 100 }, "task": { "isolation": "null", "command": "true" } });
+    let spec =
+        json!({ "version": "volley/v1", "name": "late", "items": { "count": 100 }, "task": { "isolation": "null", "command": "true" } });
     let job = cluster.submit(&spec).await;
     cluster.wait(job, Duration::from_secs(60)).await;
     cluster.all_succeeded(job, 100).await;
@@ -83,11 +84,18 @@ async fn s3_refuses_at_the_start() {
     let s3_port = free_port();
     let proxy = Proxy::start(s3_port).await;
     proxy.refuse(true);
-    let cluster = Cluster::begin(Plan { coordinators: 1, workers: vec![2], s3_via: Some(proxy.port), s3_port: Some(s3_port), ..Plan::default() }).await;
+    let cluster =
+        Cluster::begin(Plan { coordinators: 1, workers: vec![2], s3_via: Some(proxy.port), s3_port: Some(s3_port), ..Plan::default() })
+            .await;
     let begun = Instant::now();
     for process in cluster.coordinators.iter().chain(&cluster.workers) {
         assert!(process.says("503", Duration::from_secs(20)).await, "{} says nothing\n{}", process.name, cluster.logs(20));
-        println!("{} after {:.1} s: {}", process.name, begun.elapsed().as_secs_f64(), process.log_text().lines().last().unwrap_or_default());
+        println!(
+            "{} after {:.1} s: {}",
+            process.name,
+            begun.elapsed().as_secs_f64(),
+            process.log_text().lines().last().unwrap_or_default()
+        );
     }
     proxy.refuse(false);
     cluster.ready().await;
@@ -119,7 +127,8 @@ async fn s3_refuses_for_a_while() {
     println!("S3 refuses for {refusing_s} s");
     let begun = Instant::now();
     // Tasks without files need no S3.
-    let free = json!({ "version": "volley/v1", "name": "free", "items": { "count": 1000 }, "task": { "isolation": "null", "command": "true" } });
+    let free =
+        json!({ "version": "volley/v1", "name": "free", "items": { "count": 1000 }, "task": { "isolation": "null", "command": "true" } });
     let free = cluster.submit(&free).await;
     cluster.wait(free, Duration::from_secs(20)).await;
     cluster.all_succeeded(free, 1000).await;

@@ -37,7 +37,20 @@ impl Coordinator {
     pub fn new(name: String, tuning: Tuning) -> Self {
         let rows = MapRows::default();
         let core = Core::open(&rows).unwrap();
-        Self { name, core, rows, up: true, frozen_until: 0, clock_offset: 0, wall_offset: 0, tuning, lease_until: 0, asked_to_lead_at: None, publishing: None, life: 0 }
+        Self {
+            name,
+            core,
+            rows,
+            up: true,
+            frozen_until: 0,
+            clock_offset: 0,
+            wall_offset: 0,
+            tuning,
+            lease_until: 0,
+            asked_to_lead_at: None,
+            publishing: None,
+            life: 0,
+        }
     }
 
     pub fn now(&self, world_ms: u64) -> u64 {

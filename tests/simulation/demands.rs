@@ -53,13 +53,33 @@ pub fn submit(random: &mut Random, key: u64) -> Submit {
         total_ms: random.one_in(6).then_some(90_000),
         start_ms: 60_000,
         run_ms: random.between(500, 20_000),
-        retry: Retry { attempts: ATTEMPTS, infra_attempts: INFRA_ATTEMPTS, backoff: Backoff { initial_ms: 200, factor_milli: 2_000, cap_ms: 5_000 }, rules: Vec::new() },
-        needs: Needs { cpu_milli: 1_000, memory_bytes: 1 << 20, disk_bytes: 0, isolation: Isolation::Process, labels: BTreeMap::new(), limits: false },
+        retry: Retry {
+            attempts: ATTEMPTS,
+            infra_attempts: INFRA_ATTEMPTS,
+            backoff: Backoff { initial_ms: 200, factor_milli: 2_000, cap_ms: 5_000 },
+            rules: Vec::new(),
+        },
+        needs: Needs {
+            cpu_milli: 1_000,
+            memory_bytes: 1 << 20,
+            disk_bytes: 0,
+            isolation: Isolation::Process,
+            labels: BTreeMap::new(),
+            limits: false,
+        },
         retention: Retention { job_ms: None, failed_objects_ms: None },
         items: None,
     };
     let actor = Actor { tenant: TenantId::new("default").unwrap(), principal: "person".to_owned(), request_id: format!("s{key}") };
-    Submit { actor, idempotency_key: format!("k{key}"), spec_hash: "h".to_owned(), plan, spec: SpecRef::Inline(b"{}".to_vec().into()), trace: None, uploads: Vec::new() }
+    Submit {
+        actor,
+        idempotency_key: format!("k{key}"),
+        spec_hash: "h".to_owned(),
+        plan,
+        spec: SpecRef::Inline(b"{}".to_vec().into()),
+        trace: None,
+        uploads: Vec::new(),
+    }
 }
 
 fn complain(world: &mut World, what: String) {
@@ -98,7 +118,11 @@ pub fn began(world: &mut World, host: usize, name: AttemptName) {
         // A frozen or silent host whose worker the log declared lost may still run it; so may one that will hear of it soon.
         let lost = world.coordinators.iter().any(|c| {
             let job = c.core.state().job(name.job);
-            job.is_some_and(|job| job.open.get(&name.index).is_none_or(|open| open.bundle.sequence != other_name.sequence || u32::from(open.number) != other_name.number))
+            job.is_some_and(|job| {
+                job.open
+                    .get(&name.index)
+                    .is_none_or(|open| open.bundle.sequence != other_name.sequence || u32::from(open.number) != other_name.number)
+            })
         });
         let same_life = world.hosts[other].life == other_life;
         // Either may be the later to begin: a host that woke up may begin what was given to another long ago.
@@ -120,7 +144,13 @@ pub fn began(world: &mut World, host: usize, name: AttemptName) {
                     }
                 }
             }
-            complain(world, format!("task {}/{} runs on host {host} as {name} and on host {other} as {other_name}, which was not lost", name.job, name.index));
+            complain(
+                world,
+                format!(
+                    "task {}/{} runs on host {host} as {name} and on host {other} as {other_name}, which was not lost",
+                    name.job, name.index
+                ),
+            );
         }
     }
     world.notebook.running.entry(task).or_default().push((host, life, name));
@@ -165,11 +195,35 @@ pub fn at_the_end(world: &mut World) -> Vec<String> {
             broken.push(format!("{} up {} frozen {} life {} {:?}", host.name, host.up, host.frozen_until, host.life, host.core));
         }
         for c in &world.coordinators {
-            let jobs: Vec<_> = c.core.state().jobs.values().map(|j| (j.id, j.counts(), j.progress.ending, j.progress.paused, j.progress.trailing.clone(), j.open.len(), j.bundles, j.facts.plan.concurrency, j.facts.plan.rate)).collect();
+            let jobs: Vec<_> = c
+                .core
+                .state()
+                .jobs
+                .values()
+                .map(|j| {
+                    (
+                        j.id,
+                        j.counts(),
+                        j.progress.ending,
+                        j.progress.paused,
+                        j.progress.trailing.clone(),
+                        j.open.len(),
+                        j.bundles,
+                        j.facts.plan.concurrency,
+                        j.facts.plan.rate,
+                    )
+                })
+                .collect();
             if std::env::var("VOLLEY_SIM_DEBUG").is_ok() && c.core.leads() {
                 broken.push(format!("{:?} {:?} {:?}", c.publishing, c.core.leader_ref(), c.core.state().workers));
             }
-            broken.push(format!("{} at {} of {} leads {}: not ended: {jobs:?}", c.name, c.core.state().head.sequence, world.log.len(), c.core.leads()));
+            broken.push(format!(
+                "{} at {} of {} leads {}: not ended: {jobs:?}",
+                c.name,
+                c.core.state().head.sequence,
+                world.log.len(),
+                c.core.leads()
+            ));
         }
         return broken;
     }
@@ -228,7 +282,13 @@ fn difference(a: &MapRows, b: &MapRows) -> String {
     let (a, b) = (a.dump(), b.dump());
     let keys: BTreeSet<_> = a.keys().chain(b.keys()).collect();
     let differ: Vec<_> = keys.into_iter().filter(|k| a.get(*k) != b.get(*k)).collect();
-    format!("{} rows, first {:?}: {:?} / {:?}", differ.len(), differ.first(), differ.first().and_then(|k| a.get(*k)), differ.first().and_then(|k| b.get(*k)))
+    format!(
+        "{} rows, first {:?}: {:?} / {:?}",
+        differ.len(),
+        differ.first(),
+        differ.first().and_then(|k| a.get(*k)),
+        differ.first().and_then(|k| b.get(*k))
+    )
 }
 
 /// Every task of every job: one end, within its budget, and success exactly if a success was stored.

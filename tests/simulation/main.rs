@@ -27,7 +27,9 @@ fn run(range: Range<u64>) {
         let world = std::panic::catch_unwind(|| world::World::run(seed));
         match world {
             Ok(broken) if broken.is_empty() => {}
-            Ok(broken) => panic!("seed {seed}: {}\nreplay: VOLLEY_SEEDS={seed}..{} cargo nextest run --test simulation", broken.join("\n"), seed + 1),
+            Ok(broken) => {
+                panic!("seed {seed}: {}\nreplay: VOLLEY_SEEDS={seed}..{} cargo nextest run --test simulation", broken.join("\n"), seed + 1)
+            }
             Err(_) => panic!("seed {seed} panicked; replay: VOLLEY_SEEDS={seed}..{} cargo nextest run --test simulation", seed + 1),
         }
     }

@@ -34,18 +34,67 @@ pub enum Event {
     Turn(usize),
     /// A worker's loop turns.
     Tick(usize),
-    Beat { to: usize, from: usize, life: u64, beat: Beat },
-    BeatAnswer { to: usize, life: u64, incarnation: Incarnation, answer: Option<BeatAnswer> },
-    Work { to: usize, from: usize, message: WorkMessage },
-    WorkAnswer { to: usize, worker: WorkerId, answer: WorkAnswer },
-    Report { from: usize, life: u64, incarnation: Incarnation, number: u64, bytes: Vec<u8> },
-    ReportAcked { to: usize, life: u64, incarnation: Incarnation, number: u64, sequence: Option<u64> },
-    Job { to: usize, life: u64, job: JobId },
+    Beat {
+        to: usize,
+        from: usize,
+        life: u64,
+        beat: Beat,
+    },
+    BeatAnswer {
+        to: usize,
+        life: u64,
+        incarnation: Incarnation,
+        answer: Option<BeatAnswer>,
+    },
+    Work {
+        to: usize,
+        from: usize,
+        message: WorkMessage,
+    },
+    WorkAnswer {
+        to: usize,
+        worker: WorkerId,
+        answer: WorkAnswer,
+    },
+    Report {
+        from: usize,
+        life: u64,
+        incarnation: Incarnation,
+        number: u64,
+        bytes: Vec<u8>,
+    },
+    ReportAcked {
+        to: usize,
+        life: u64,
+        incarnation: Incarnation,
+        number: u64,
+        sequence: Option<u64>,
+    },
+    Job {
+        to: usize,
+        life: u64,
+        job: JobId,
+    },
     /// A coordinator's publish reaches the server; the answer may be lost.
-    Fenced { from: usize, life: u64, bytes: Vec<u8>, after: u64, lead: bool },
+    Fenced {
+        from: usize,
+        life: u64,
+        bytes: Vec<u8>,
+        after: u64,
+        lead: bool,
+    },
     /// The answer to a publish is matched to it by its bytes: a driver waits for one publish at a time.
-    FencedAnswer { to: usize, life: u64, bytes: Vec<u8>, written: Option<Written> },
-    Ended { host: usize, life: u64, slot: u32 },
+    FencedAnswer {
+        to: usize,
+        life: u64,
+        bytes: Vec<u8>,
+        written: Option<Written>,
+    },
+    Ended {
+        host: usize,
+        life: u64,
+        slot: u32,
+    },
     Client,
     Devil,
 }
@@ -203,9 +252,15 @@ impl World {
                 self.input(to, input);
             }
             Event::Job { to, life, job } if self.hosts[to].life == life => {
-                let known = self.coordinators.iter().filter(|c| c.runs(self.now)).find_map(|c| c.core.state().job(job).map(|j| j.facts.plan.clone()));
+                let known = self
+                    .coordinators
+                    .iter()
+                    .filter(|c| c.runs(self.now))
+                    .find_map(|c| c.core.state().job(job).map(|j| j.facts.plan.clone()));
                 let lost = self.devil() && self.random.one_in(10);
-                let answer = known.filter(|_| !lost).map_or(JobAnswer::NoAnswer, |p| JobAnswer::Known(JobFacts { needs: p.needs, start_ms: p.start_ms, run_ms: p.run_ms }));
+                let answer = known
+                    .filter(|_| !lost)
+                    .map_or(JobAnswer::NoAnswer, |p| JobAnswer::Known(JobFacts { needs: p.needs, start_ms: p.start_ms, run_ms: p.run_ms }));
                 self.input(to, Input::Job { job, answer });
             }
             Event::Fenced { from, life, bytes, after, lead } => self.fenced(from, life, bytes, after, lead),
@@ -342,7 +397,9 @@ impl World {
             }
             return;
         }
-        let Some((decided, after)) = self.coordinators[to].publishing.clone().filter(|(decided, _)| is_ours(&bytes, decided)) else { return };
+        let Some((decided, after)) = self.coordinators[to].publishing.clone().filter(|(decided, _)| is_ours(&bytes, decided)) else {
+            return;
+        };
         match written {
             Some(Written::At(_)) => self.coordinators[to].publishing = None,
             Some(Written::Refused) => {
@@ -465,7 +522,11 @@ impl World {
     }
 
     fn play(&mut self) {
-        let submits = self.log.read(1, usize::MAX).into_iter().filter(|(_, bytes)| matches!(wire::decode::<Record>("r", bytes), Ok(Record::Submit(_))));
+        let submits = self
+            .log
+            .read(1, usize::MAX)
+            .into_iter()
+            .filter(|(_, bytes)| matches!(wire::decode::<Record>("r", bytes), Ok(Record::Submit(_))));
         let jobs: Vec<u64> = submits.map(|(sequence, _)| sequence).collect();
         let job = JobId(jobs[self.random.below(jobs.len() as u64) as usize]);
         let verb = match self.random.below(8) {

@@ -5,6 +5,7 @@
 #![expect(clippy::unwrap_used, reason = "a test says with a panic that it failed")]
 
 mod dependencies;
+mod format;
 mod layout;
 mod links;
 mod sizes;

@@ -133,13 +133,7 @@ pub struct Attempt {
 impl Attempt {
     /// Begins an attempt that waited `wait_ms` for its slot; `start_ms` and `run_ms` are its deadlines' lengths.
     #[must_use]
-    pub fn begin(
-        name: AttemptName,
-        isolation: Isolation,
-        wait_ms: u64,
-        now_ms: u64,
-        (start_ms, run_ms): (u64, u64),
-    ) -> Self {
+    pub fn begin(name: AttemptName, isolation: Isolation, wait_ms: u64, now_ms: u64, (start_ms, run_ms): (u64, u64)) -> Self {
         Self { name, isolation, wait_ms, began_ms: now_ms, start_ms, run_ms, phase: Phase::Preparing, stopping: None }
     }
 
@@ -260,14 +254,12 @@ impl Attempt {
     fn stop_verdict(&self, cause: StopCause) -> (FailureClass, String) {
         match cause {
             StopCause::Cancelled => (FailureClass::Cancelled, "stopped by the coordinator".to_owned()),
-            StopCause::RunTimeout => (
-                FailureClass::RunTimeout,
-                format!("ran longer than timeouts.run ({} ms) and was stopped", self.run_ms),
-            ),
-            StopCause::StartTimeout => (
-                FailureClass::StartTimeout,
-                format!("inputs and machine were not ready within timeouts.start ({} ms)", self.start_ms),
-            ),
+            StopCause::RunTimeout => {
+                (FailureClass::RunTimeout, format!("ran longer than timeouts.run ({} ms) and was stopped", self.run_ms))
+            }
+            StopCause::StartTimeout => {
+                (FailureClass::StartTimeout, format!("inputs and machine were not ready within timeouts.start ({} ms)", self.start_ms))
+            }
             StopCause::WorkerStopped | StopCause::Forgotten => {
                 (FailureClass::HostLost, "the worker was stopped while the task ran".to_owned())
             }
@@ -277,21 +269,12 @@ impl Attempt {
     fn timing(&self, now_ms: u64) -> Timing {
         let (prepared, ran, persisted) = match self.phase {
             Phase::Preparing => (now_ms.saturating_sub(self.began_ms), 0, 0),
-            Phase::Running { since_ms, .. } => {
-                (since_ms.saturating_sub(self.began_ms), now_ms.saturating_sub(since_ms), 0)
+            Phase::Running { since_ms, .. } => (since_ms.saturating_sub(self.began_ms), now_ms.saturating_sub(since_ms), 0),
+            Phase::Persisting { since_ms, ran_ms } => {
+                (since_ms.saturating_sub(ran_ms).saturating_sub(self.began_ms), ran_ms, now_ms.saturating_sub(since_ms))
             }
-            Phase::Persisting { since_ms, ran_ms } => (
-                since_ms.saturating_sub(ran_ms).saturating_sub(self.began_ms),
-                ran_ms,
-                now_ms.saturating_sub(since_ms),
-            ),
         };
-        Timing {
-            wait_ms: clamp(self.wait_ms),
-            prepare_ms: clamp(prepared),
-            run_ms: clamp(ran),
-            persist_ms: clamp(persisted),
-        }
+        Timing { wait_ms: clamp(self.wait_ms), prepare_ms: clamp(prepared), run_ms: clamp(ran), persist_ms: clamp(persisted) }
     }
 }
 

@@ -63,9 +63,7 @@ impl ExecuteError {
 fn not_started(step: Step, errno: i32) -> String {
     let error = std::io::Error::from_raw_os_error(errno);
     match (step, errno) {
-        (Step::Exec, libc::ENOENT) => {
-            "command not found: no such program in PATH, or its interpreter (the #! line) is missing".to_owned()
-        }
+        (Step::Exec, libc::ENOENT) => "command not found: no such program in PATH, or its interpreter (the #! line) is missing".to_owned(),
         (Step::Exec, libc::EACCES) => "command can't be executed: it is no executable file, or permission is denied".to_owned(),
         (Step::Exec, libc::ENOEXEC) => {
             "command can't be executed: not a program for this machine, or a script without a #! line".to_owned()
@@ -97,8 +95,7 @@ pub async fn execute<M: Machine, B: Bus>(
     live: &LiveOutput<B>,
     bytes_max: usize,
 ) -> Executed {
-    let mut executed =
-        Executed { exit: Err(ExecuteError::Lost), stdout: Capture::new(bytes_max), stderr: Capture::new(bytes_max) };
+    let mut executed = Executed { exit: Err(ExecuteError::Lost), stdout: Capture::new(bytes_max), stderr: Capture::new(bytes_max) };
     let Streams { stdout, stderr } = match machine.start(prepared).await {
         Ok(streams) => streams,
         Err(why) => {

@@ -27,8 +27,8 @@ use crate::ports::{Bus, Objects};
 use crate::prepare::{Prepared, prepare};
 use crate::reclaim::reclaim;
 use crate::restore::restore;
-use crate::runtime::process::ProcessMachine;
 use crate::runtime::Exit;
+use crate::runtime::process::ProcessMachine;
 use crate::stop::StopSignal;
 use crate::trace::{Stage, Stages};
 
@@ -197,9 +197,8 @@ impl<B: Bus, O: Objects> Executor<B, O> {
         self.say(name, Progress::Started { grace_ms: prepared.grace_ms }).await;
         let live = LiveOutput { bus: self.shared.bus.clone(), watched: self.shared.watched.clone(), name: *name };
         let bytes_max = self.shared.stream_bytes_max;
-        let executed = execute(&mut self.machine, &prepared, &mut self.stop, &live, bytes_max)
-            .instrument(tracing::debug_span!("execute"))
-            .await;
+        let executed =
+            execute(&mut self.machine, &prepared, &mut self.stop, &live, bytes_max).instrument(tracing::debug_span!("execute")).await;
         self.laps.end(Stage::Execute);
         if matches!(executed.exit, Err(ExecuteError::Lost | ExecuteError::Stuck | ExecuteError::Spawner(_))) {
             self.machine.distrust();
@@ -297,8 +296,7 @@ fn outcome(exit: Result<Exit, ExecuteError>, prepared: &Prepared, kept: Kept, lo
         (None, Some(PersistError::Storage { .. } | PersistError::Read { .. })) => Some(FailureClass::StorageFailed),
         (failure, _) => failure,
     };
-    let parts: Vec<String> =
-        message.into_iter().chain(lost.map(ToString::to_string)).chain(notes).collect();
+    let parts: Vec<String> = message.into_iter().chain(lost.map(ToString::to_string)).chain(notes).collect();
     Outcome {
         failure,
         code,
@@ -336,9 +334,7 @@ fn verdict(exit: &Exit, prepared: &Prepared) -> (Option<FailureClass>, Option<i3
     match (exit.code, exit.signal) {
         (Some(0), _) => (None, code, None),
         (Some(number), _) => (Some(FailureClass::ExitCode), code, Some(format!("exit code {number}"))),
-        (None, Some(signal)) => {
-            (Some(FailureClass::Signal), code, Some(format!("ended by signal {signal} ({})", signal_name(signal))))
-        }
+        (None, Some(signal)) => (Some(FailureClass::Signal), code, Some(format!("ended by signal {signal} ({})", signal_name(signal)))),
         (None, None) => (Some(FailureClass::GuestLost), None, Some("it ended without a status".to_owned())),
     }
 }

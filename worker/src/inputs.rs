@@ -94,21 +94,11 @@ impl<O: Objects> Inputs<O> {
     ///
     /// # Errors
     /// [`InputError`].
-    pub async fn place(
-        &self,
-        (job, tenant): (JobId, &TenantId),
-        input: &ResolvedInput,
-        dirs: &Dirs,
-    ) -> Result<(), InputError> {
-        let cached = self
-            .fetch(job, tenant, input)
-            .await
-            .map_err(|source| InputError::Fetch { path: input.path.clone(), source })?;
+    pub async fn place(&self, (job, tenant): (JobId, &TenantId), input: &ResolvedInput, dirs: &Dirs) -> Result<(), InputError> {
+        let cached = self.fetch(job, tenant, input).await.map_err(|source| InputError::Fetch { path: input.path.clone(), source })?;
         let (dirs, wanted, executable) = (dirs.clone(), input.path.clone(), input.executable);
         let placed = tokio::task::spawn_blocking(move || put_in_place(&cached, &dirs, &wanted, executable)).await;
-        placed
-            .unwrap_or_else(|e| Err(io::Error::other(e)))
-            .map_err(|source| InputError::Place { path: input.path.clone(), source })
+        placed.unwrap_or_else(|e| Err(io::Error::other(e))).map_err(|source| InputError::Place { path: input.path.clone(), source })
     }
 
     async fn fetch(&self, job: JobId, tenant: &TenantId, input: &ResolvedInput) -> Result<Arc<Cached>, ObjectError> {

@@ -91,14 +91,7 @@ impl Job {
         let found: JobForWorker = wire::decode("job", &answer).map_err(|e| unusable(e.to_string()))?;
         let trace = found.trace.as_deref().and_then(|text| text.parse().ok());
         if found.plan.needs.isolation == Isolation::Null {
-            return Ok(Self {
-                id: job,
-                tenant: found.tenant,
-                plan: found.plan,
-                template: None,
-                trace,
-                items: ItemPlan::single(),
-            });
+            return Ok(Self { id: job, tenant: found.tenant, plan: found.plan, template: None, trace, items: ItemPlan::single() });
         }
         let spec = match found.spec {
             SpecRef::Inline(bytes) => Vec::from(bytes),

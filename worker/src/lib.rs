@@ -79,8 +79,11 @@ pub async fn run<B: Bus, O: Objects>(
     let (place, cgroups) = take_place(&config, spawner.as_ref(), processes).await?;
     let (events, receiver) = mpsc::channel(EVENTS_MAX);
     let (watched, watching) = watch::channel(Arc::default());
-    let inputs = Inputs::new(objects.clone(), place.dir.join("cache"), config.cache_bytes_max)
-        .map_err(|source| RunError::Dir { path: place.dir.clone(), what: "making its cache", source })?;
+    let inputs = Inputs::new(objects.clone(), place.dir.join("cache"), config.cache_bytes_max).map_err(|source| RunError::Dir {
+        path: place.dir.clone(),
+        what: "making its cache",
+        source,
+    })?;
     let shared = Shared {
         bus: bus.clone(),
         pages: Pages::new(objects.clone()),
@@ -155,11 +158,7 @@ fn tell_figures(config: &Config, status: &watch::Sender<Status>, mut ended: ones
 }
 
 /// Takes the directory and the cgroups, with nothing of a predecessor left in either.
-async fn take_place(
-    config: &Config,
-    spawner: Option<&Spawner>,
-    processes: bool,
-) -> Result<(Place, Option<Arc<Cgroups>>), RunError> {
+async fn take_place(config: &Config, spawner: Option<&Spawner>, processes: bool) -> Result<(Place, Option<Arc<Cgroups>>), RunError> {
     let (dir, want_cgroups) = (config.dir.clone(), config.cgroups && processes);
     let zygote = spawner.map(Spawner::pid);
     let taken = tokio::task::spawn_blocking(move || {

@@ -173,16 +173,12 @@ pub async fn persist<O: Objects>(objects: &O, name: &AttemptName, left: Left) ->
     });
     let mut list: Vec<Entry> = futures::stream::iter(uploads).buffer_unordered(UPLOADS_AT_ONCE).try_collect().await?;
     list.sort_by(|a, b| a.path.cmp(&b.path));
-    let json = serde_json::to_vec(&list).map_err(|e| PersistError::Storage {
-        what: "the list of outputs".into(),
-        source: ObjectError::Failed(e.to_string()),
-    })?;
+    let json = serde_json::to_vec(&list)
+        .map_err(|e| PersistError::Storage { what: "the list of outputs".into(), source: ObjectError::Failed(e.to_string()) })?;
     // Last: whoever finds the list finds everything in it.
     objects.put(&keys::attempt_manifest(name), Bytes::from(json)).await.map_err(storage("the list of outputs"))?;
-    kept.outputs = Some(Outputs {
-        files: u32::try_from(list.len()).unwrap_or(u32::MAX),
-        bytes: list.iter().map(|entry| entry.bytes).sum(),
-    });
+    kept.outputs =
+        Some(Outputs { files: u32::try_from(list.len()).unwrap_or(u32::MAX), bytes: list.iter().map(|entry| entry.bytes).sum() });
     Ok(kept)
 }
 
@@ -212,12 +208,7 @@ fn open_plain(path: &Path) -> io::Result<File> {
     if file.metadata()?.is_file() { Ok(file) } else { Err(io::Error::other("no plain file")) }
 }
 
-fn find_declared(
-    work: &Path,
-    declared: &str,
-    files: &mut Vec<(String, PathBuf)>,
-    skipped: &mut Vec<String>,
-) -> Result<(), PersistError> {
+fn find_declared(work: &Path, declared: &str, files: &mut Vec<(String, PathBuf)>, skipped: &mut Vec<String>) -> Result<(), PersistError> {
     // No part of the way may be a link: it would lead out of the task's directory.
     let mut place = work.to_owned();
     for part in Path::new(declared).components() {
@@ -240,12 +231,7 @@ fn find_declared(
     add(name.to_owned(), place, files, skipped)
 }
 
-fn add(
-    name: String,
-    place: PathBuf,
-    files: &mut Vec<(String, PathBuf)>,
-    skipped: &mut Vec<String>,
-) -> Result<(), PersistError> {
+fn add(name: String, place: PathBuf, files: &mut Vec<(String, PathBuf)>, skipped: &mut Vec<String>) -> Result<(), PersistError> {
     let kind = fs::symlink_metadata(&place).map_err(|source| PersistError::Read { path: place.clone(), source })?;
     let kind = kind.file_type();
     let why = if kind.is_file() {
@@ -271,12 +257,7 @@ fn add(
 }
 
 /// Lists the plain files below a directory, in order of their names.
-fn walk(
-    root: &Path,
-    prefix: &str,
-    files: &mut Vec<(String, PathBuf)>,
-    skipped: &mut Vec<String>,
-) -> Result<(), PersistError> {
+fn walk(root: &Path, prefix: &str, files: &mut Vec<(String, PathBuf)>, skipped: &mut Vec<String>) -> Result<(), PersistError> {
     let mut stack = vec![(root.to_owned(), prefix.to_owned(), 0)];
     while let Some((dir, prefix, depth)) = stack.pop() {
         let failed = |source| PersistError::Read { path: dir.clone(), source };

@@ -39,13 +39,8 @@ impl Place {
         fs::create_dir_all(dir).map_err(failed("making it", dir))?;
         let dir = dir.canonicalize().map_err(failed("finding it", dir))?;
         let path = dir.join("lock");
-        let mut lock = File::options()
-            .read(true)
-            .write(true)
-            .create(true)
-            .truncate(false)
-            .open(&path)
-            .map_err(failed("opening its lock", &dir))?;
+        let mut lock =
+            File::options().read(true).write(true).create(true).truncate(false).open(&path).map_err(failed("opening its lock", &dir))?;
         let mut note = String::new();
         let _ = lock.read_to_string(&mut note);
         if rustix::fs::flock(&lock, FlockOperation::NonBlockingLockExclusive).is_err() {

@@ -87,12 +87,7 @@ pub trait Objects: Clone + Send + Sync + 'static {
     /// Reads a small object of the cluster's bucket whole.
     fn get(&self, key: &str, bytes_max: u64) -> impl Future<Output = Result<Bytes, ObjectError>> + Send;
     /// Reads any object into a new file.
-    fn download(
-        &self,
-        object: &ObjectName,
-        path: &Path,
-        sha256: Option<&str>,
-    ) -> impl Future<Output = Result<Moved, ObjectError>> + Send;
+    fn download(&self, object: &ObjectName, path: &Path, sha256: Option<&str>) -> impl Future<Output = Result<Moved, ObjectError>> + Send;
     /// Writes a small object.
     fn put(&self, key: &str, bytes: Bytes) -> impl Future<Output = Result<(), ObjectError>> + Send;
     /// Writes a file as an object, in pieces, whatever its size.

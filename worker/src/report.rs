@@ -182,18 +182,11 @@ impl Outbox {
         self.number += 1;
         let first = ends.first().map(|end| end.name.job);
         let job = first.filter(|job| ends.iter().all(|end| end.name.job == *job));
-        let report =
-            Report { worker: self.worker.clone(), incarnation: self.incarnation, number: self.number, ends };
+        let report = Report { worker: self.worker.clone(), incarnation: self.incarnation, number: self.number, ends };
         let bytes = wire::encode(&Record::Report(report)).into();
         let publish = Publish { number: self.number, bytes, job };
-        self.in_flight = Some(InFlight {
-            publish: publish.clone(),
-            origins,
-            ends_bytes,
-            since_ms: now_ms,
-            again_at_ms: None,
-            retry_ms: RETRY_MS_MIN,
-        });
+        self.in_flight =
+            Some(InFlight { publish: publish.clone(), origins, ends_bytes, since_ms: now_ms, again_at_ms: None, retry_ms: RETRY_MS_MIN });
         Some(publish)
     }
 

@@ -28,9 +28,7 @@ impl Capacity {
     /// Is there room for `other`?
     #[must_use]
     pub fn fits(&self, other: &Self) -> bool {
-        self.cpu_milli >= other.cpu_milli
-            && self.memory_bytes >= other.memory_bytes
-            && self.disk_bytes >= other.disk_bytes
+        self.cpu_milli >= other.cpu_milli && self.memory_bytes >= other.memory_bytes && self.disk_bytes >= other.disk_bytes
     }
 
     fn take(&mut self, other: &Self) {
@@ -69,13 +67,7 @@ impl Slots {
     /// `count` slots on a host that has `total`.
     #[must_use]
     pub fn new(count: u32, total: Capacity) -> Self {
-        Self {
-            busy: (0..count).map(|_| None).collect(),
-            free: (0..count).collect(),
-            total,
-            left: total,
-            waiting: VecDeque::new(),
-        }
+        Self { busy: (0..count).map(|_| None).collect(), free: (0..count).collect(), total, left: total, waiting: VecDeque::new() }
     }
 
     /// How many slots there are.
@@ -106,11 +98,8 @@ impl Slots {
     /// passed over; one that doesn't fit is not, so that a large bundle isn't starved by small ones.
     pub fn start_next(&mut self, needs: impl Fn(BundleId) -> Option<Needs>) -> Option<(u32, BundleId)> {
         let slot = *self.free.first()?;
-        let (at, capacity) = self
-            .waiting
-            .iter()
-            .enumerate()
-            .find_map(|(at, bundle)| needs(*bundle).map(|needs| (at, Capacity::of(&needs))))?;
+        let (at, capacity) =
+            self.waiting.iter().enumerate().find_map(|(at, bundle)| needs(*bundle).map(|needs| (at, Capacity::of(&needs))))?;
         if !self.left.fits(&capacity) {
             return None;
         }
@@ -164,14 +153,7 @@ mod tests {
     use volley_jobspecs::wire::plan::Isolation;
 
     fn needs(cpu_milli: u32) -> Needs {
-        Needs {
-            cpu_milli,
-            memory_bytes: 0,
-            disk_bytes: 0,
-            isolation: Isolation::Null,
-            labels: Default::default(),
-            limits: false,
-        }
+        Needs { cpu_milli, memory_bytes: 0, disk_bytes: 0, isolation: Isolation::Null, labels: Default::default(), limits: false }
     }
 
     fn id(place: u32) -> BundleId {

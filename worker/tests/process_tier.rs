@@ -47,8 +47,18 @@ async fn a_task_sees_its_item_its_directories_and_nothing_of_the_worker() {
     let out = text(&end.stdout);
     let names: Vec<&str> = out.lines().filter_map(|line| line.split_once('=')).map(|(name, _)| name).collect();
     let mut wanted = vec![
-        "HOME", "LANG", "MINE", "PATH", "PWD", "TMPDIR", "VOLLEY_ATTEMPT", "VOLLEY_ITEM", "VOLLEY_JOB", "VOLLEY_OUTPUT_DIR",
-        "VOLLEY_TASK_COUNT", "VOLLEY_TASK_INDEX",
+        "HOME",
+        "LANG",
+        "MINE",
+        "PATH",
+        "PWD",
+        "TMPDIR",
+        "VOLLEY_ATTEMPT",
+        "VOLLEY_ITEM",
+        "VOLLEY_JOB",
+        "VOLLEY_OUTPUT_DIR",
+        "VOLLEY_TASK_COUNT",
+        "VOLLEY_TASK_INDEX",
     ];
     // Some shells set these for what they start.
     wanted.extend(["OLDPWD", "SHLVL", "_"].iter().filter(|name| names.contains(name)));
@@ -141,8 +151,7 @@ async fn results_outputs_and_logs_are_kept() {
     assert!(message.contains("link (symbolic link)") && message.contains("pipe (pipe)"), "{message}");
     let outputs = end.outputs.unwrap();
     assert_eq!((outputs.files, outputs.bytes), (3, 6 + 9));
-    let list: serde_json::Value =
-        serde_json::from_slice(&w.objects.read(&keys::attempt_manifest(&end.name)).unwrap()).unwrap();
+    let list: serde_json::Value = serde_json::from_slice(&w.objects.read(&keys::attempt_manifest(&end.name)).unwrap()).unwrap();
     assert_eq!(list[0]["path"], "d/f");
     assert_eq!(list[0]["sha256"], sha256(b"hello\n"));
     assert_eq!(list[1]["path"], "empty");
@@ -433,7 +442,9 @@ async fn nothing_of_a_killed_worker_runs_when_the_next_one_joins() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 #[ignore = "a measurement, not a check"]
 async fn rates() {
-    for (isolation, cgroups, slots, tasks) in [("null", false, 64, 200_000_u32), ("process", false, 8, 5_000), ("process", true, 8, 5_000), ("process", true, 64, 5_000)] {
+    for (isolation, cgroups, slots, tasks) in
+        [("null", false, 64, 200_000_u32), ("process", false, 8, 5_000), ("process", true, 8, 5_000), ("process", true, 64, 5_000)]
+    {
         let mut w = World::start(|config| {
             config.slots = slots;
             config.cgroups = cgroups;
@@ -447,8 +458,7 @@ async fn rates() {
         let (job, _) = w.job(&format!(r#"{{"count":{tasks}}}"#), &spec);
         let begin = Instant::now();
         let (mut sent, size) = (0, if isolation == "null" { 256 } else { 20 });
-        let reported =
-            |w: &World| state(&w.bus).reports.lock().unwrap().iter().map(Vec::len).sum::<usize>() as u32;
+        let reported = |w: &World| state(&w.bus).reports.lock().unwrap().iter().map(Vec::len).sum::<usize>() as u32;
         while sent < tasks {
             // As a leader does: never more than two bundles per slot that aren't reported.
             let mut open = 0;

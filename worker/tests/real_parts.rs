@@ -69,9 +69,7 @@ impl Nats {
     }
 
     async fn client(&self) -> async_nats::Client {
-        let options = async_nats::ConnectOptions::new().retry_on_initial_connect().reconnect_delay_callback(|_| {
-            Duration::from_millis(50)
-        });
+        let options = async_nats::ConnectOptions::new().retry_on_initial_connect().reconnect_delay_callback(|_| Duration::from_millis(50));
         options.connect(format!("127.0.0.1:{}", self.port)).await.unwrap()
     }
 
@@ -145,11 +143,8 @@ async fn tasks_run_and_report_over_a_nats_server_that_is_killed_and_comes_back()
     let (_server, objects) = bucket(&place.path().join("s3")).await;
     let client = nats.client().await;
     let js = jetstream::new(client.clone());
-    let stream = jetstream::stream::Config {
-        name: subjects::LOG_STREAM.into(),
-        subjects: vec![subjects::LOG_ALL.into()],
-        ..Default::default()
-    };
+    let stream =
+        jetstream::stream::Config { name: subjects::LOG_STREAM.into(), subjects: vec![subjects::LOG_ALL.into()], ..Default::default() };
     let begin = Instant::now();
     while js.create_stream(stream.clone()).await.is_err() {
         assert!(begin.elapsed() < Duration::from_secs(10));

@@ -138,7 +138,13 @@ impl FromRequestParts<Arc<App>> for Caller {
     async fn from_request_parts(parts: &mut Parts, app: &Arc<App>) -> Result<Self, ApiError> {
         let token = bearer(parts)?;
         let found = lookup(app, token)?;
-        let unknown = || ApiError::new(StatusCode::UNAUTHORIZED, "unauthorized", "this token is not known, or was revoked; ask an operator for a new one");
+        let unknown = || {
+            ApiError::new(
+                StatusCode::UNAUTHORIZED,
+                "unauthorized",
+                "this token is not known, or was revoked; ask an operator for a new one",
+            )
+        };
         let (principal, found) = found.ok_or_else(unknown)?;
         let query = QueryOf::from_request_parts(parts, app).await?;
         let named = query.get("tenant").map(TenantId::new).transpose()?;

@@ -169,7 +169,13 @@ async fn gauges(app: &App, registry: &mut Registry) -> Result<(), ApiError> {
     let counted = counted.await?;
     let volley = registry.sub_registry_with_prefix("volley");
     labelled(volley, "jobs", "Jobs in memory, by where they stand", "state", counted.jobs.into_iter().map(|(k, v)| (k.to_owned(), v)));
-    labelled(volley, "tasks", "Tasks of those jobs that have not ended, by where they stand", "state", counted.tasks.into_iter().map(|(k, v)| (k.to_owned(), v)));
+    labelled(
+        volley,
+        "tasks",
+        "Tasks of those jobs that have not ended, by where they stand",
+        "state",
+        counted.tasks.into_iter().map(|(k, v)| (k.to_owned(), v)),
+    );
     labelled(volley, "workers", "Workers, by state", "state", counted.workers.into_iter());
     let mut one = |name: &str, help: &str, value: i64| {
         let gauge = Gauge::<i64>::default();

@@ -151,7 +151,9 @@ pub async fn json<T: DeserializeOwned>(bytes: Body, empty: Option<T>) -> Result<
     let bytes = body(bytes, BODY_BYTES_MAX, "send less").await?;
     match empty {
         Some(empty) if bytes.trim_ascii().is_empty() => Ok(empty),
-        _ => serde_json::from_slice(&bytes).map_err(|error| ApiError::bad_request(format!("the body is not what this path takes: {error}"))),
+        _ => {
+            serde_json::from_slice(&bytes).map_err(|error| ApiError::bad_request(format!("the body is not what this path takes: {error}")))
+        }
     }
 }
 

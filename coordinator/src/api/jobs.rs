@@ -106,7 +106,12 @@ fn view(app: &App, caller: &Caller, id: JobId) -> Result<JobView, ApiError> {
 /// Looks at a job.
 #[utoipa::path(get, path = "/v1/jobs/{job}", operation_id = "getJob", tag = "jobs", params(("job" = String, Path, description = "The job")),
     responses((status = 200, body = JobView), (status = 404, body = ErrorBody)))]
-pub async fn get(State(app): State<Arc<App>>, caller: Caller, PathOf(job): PathOf<String>, query: QueryOf) -> Result<Json<JobView>, ApiError> {
+pub async fn get(
+    State(app): State<Arc<App>>,
+    caller: Caller,
+    PathOf(job): PathOf<String>,
+    query: QueryOf,
+) -> Result<Json<JobView>, ApiError> {
     query.only(&[])?;
     view(&app, &caller, job_id(&job)?).map(Json)
 }
@@ -139,12 +144,21 @@ async fn control(app: &App, caller: &Caller, id: JobId, verb: Verb) -> Result<Jo
 /// Cancels a job: what waits ends at once; what runs may end, or is stopped with `now`.
 #[utoipa::path(post, path = "/v1/jobs/{job}/cancel", operation_id = "cancelJob", tag = "jobs", params(("job" = String, Path, description = "The job")), request_body = CancelRequest,
     responses((status = 200, body = JobView), (status = 404, body = ErrorBody), (status = 409, body = ErrorBody)))]
-pub async fn cancel(State(app): State<Arc<App>>, caller: Caller, PathOf(job): PathOf<String>, query: QueryOf, body: Body) -> Result<Json<JobView>, ApiError> {
+pub async fn cancel(
+    State(app): State<Arc<App>>,
+    caller: Caller,
+    PathOf(job): PathOf<String>,
+    query: QueryOf,
+    body: Body,
+) -> Result<Json<JobView>, ApiError> {
     query.only(&[])?;
     let job = job_id(&job)?;
     let request: CancelRequest = json(body, Some(CancelRequest::default())).await?;
     if request.reason.len() > REASON_BYTES_MAX {
-        return Err(ApiError::bad_request(format!("the reason has {} bytes; at most {REASON_BYTES_MAX} are allowed", request.reason.len())));
+        return Err(ApiError::bad_request(format!(
+            "the reason has {} bytes; at most {REASON_BYTES_MAX} are allowed",
+            request.reason.len()
+        )));
     }
     let verb = Verb::Cancel { job, stop_running: request.now, reason: request.reason };
     control(&app, &caller, job, verb).await.map(Json)
@@ -153,7 +167,12 @@ pub async fn cancel(State(app): State<Arc<App>>, caller: Caller, PathOf(job): Pa
 /// Starts nothing more of a job until it is resumed; what runs goes on.
 #[utoipa::path(post, path = "/v1/jobs/{job}/pause", operation_id = "pauseJob", tag = "jobs", params(("job" = String, Path, description = "The job")),
     responses((status = 200, body = JobView), (status = 404, body = ErrorBody), (status = 409, body = ErrorBody)))]
-pub async fn pause(State(app): State<Arc<App>>, caller: Caller, PathOf(job): PathOf<String>, query: QueryOf) -> Result<Json<JobView>, ApiError> {
+pub async fn pause(
+    State(app): State<Arc<App>>,
+    caller: Caller,
+    PathOf(job): PathOf<String>,
+    query: QueryOf,
+) -> Result<Json<JobView>, ApiError> {
     query.only(&[])?;
     let job = job_id(&job)?;
     control(&app, &caller, job, Verb::Pause { job }).await.map(Json)
@@ -162,7 +181,12 @@ pub async fn pause(State(app): State<Arc<App>>, caller: Caller, PathOf(job): Pat
 /// Goes on with a paused job.
 #[utoipa::path(post, path = "/v1/jobs/{job}/resume", operation_id = "resumeJob", tag = "jobs", params(("job" = String, Path, description = "The job")),
     responses((status = 200, body = JobView), (status = 404, body = ErrorBody), (status = 409, body = ErrorBody)))]
-pub async fn resume(State(app): State<Arc<App>>, caller: Caller, PathOf(job): PathOf<String>, query: QueryOf) -> Result<Json<JobView>, ApiError> {
+pub async fn resume(
+    State(app): State<Arc<App>>,
+    caller: Caller,
+    PathOf(job): PathOf<String>,
+    query: QueryOf,
+) -> Result<Json<JobView>, ApiError> {
     query.only(&[])?;
     let job = job_id(&job)?;
     control(&app, &caller, job, Verb::Resume { job }).await.map(Json)
@@ -171,7 +195,12 @@ pub async fn resume(State(app): State<Arc<App>>, caller: Caller, PathOf(job): Pa
 /// Opens a new round for every task that ended without success; results of those that succeeded stay.
 #[utoipa::path(post, path = "/v1/jobs/{job}/rerun", operation_id = "rerunJob", tag = "jobs", params(("job" = String, Path, description = "The job")),
     responses((status = 200, body = JobView), (status = 404, body = ErrorBody), (status = 409, body = ErrorBody)))]
-pub async fn rerun(State(app): State<Arc<App>>, caller: Caller, PathOf(job): PathOf<String>, query: QueryOf) -> Result<Json<JobView>, ApiError> {
+pub async fn rerun(
+    State(app): State<Arc<App>>,
+    caller: Caller,
+    PathOf(job): PathOf<String>,
+    query: QueryOf,
+) -> Result<Json<JobView>, ApiError> {
     query.only(&[])?;
     let job = job_id(&job)?;
     control(&app, &caller, job, Verb::Rerun { job }).await.map(Json)
@@ -180,7 +209,12 @@ pub async fn rerun(State(app): State<Arc<App>>, caller: Caller, PathOf(job): Pat
 /// Forgets an ended job and deletes its objects, in the background.
 #[utoipa::path(delete, path = "/v1/jobs/{job}", operation_id = "removeJob", tag = "jobs", params(("job" = String, Path, description = "The job")),
     responses((status = 202), (status = 404, body = ErrorBody), (status = 409, body = ErrorBody)))]
-pub async fn remove(State(app): State<Arc<App>>, caller: Caller, PathOf(job): PathOf<String>, query: QueryOf) -> Result<StatusCode, ApiError> {
+pub async fn remove(
+    State(app): State<Arc<App>>,
+    caller: Caller,
+    PathOf(job): PathOf<String>,
+    query: QueryOf,
+) -> Result<StatusCode, ApiError> {
     query.only(&[])?;
     let job = job_id(&job)?;
     app.job(&caller, job)?;

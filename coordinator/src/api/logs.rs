@@ -70,7 +70,12 @@ fn body(mut pieces: mpsc::Receiver<Result<Bytes, std::io::Error>>) -> Body {
         ("form" = Option<String>, Query, description = "With `follow`: `raw` (default) or `pieces`"),
         ("after" = Option<String>, Query, description = "With `form=pieces`: cursor of the last piece you have")),
     responses((status = 200, content_type = "text/plain"), (status = 404, body = ErrorBody), (status = 429, body = ErrorBody), (status = 503, body = ErrorBody)))]
-pub async fn task(State(app): State<Arc<App>>, caller: Caller, PathOf((job, index)): PathOf<(String, String)>, query: QueryOf) -> Result<Response, ApiError> {
+pub async fn task(
+    State(app): State<Arc<App>>,
+    caller: Caller,
+    PathOf((job, index)): PathOf<(String, String)>,
+    query: QueryOf,
+) -> Result<Response, ApiError> {
     let query = query.only(&["stream", "attempt", "follow", "form", "after"])?;
     let (wanted, follows, pieces) = (Wanted::new(&query)?, query.flag("follow")?, pieces(&query)?);
     let after = query.parse::<Place>("after", "the cursor of a piece, such as 1.1024.0")?;
@@ -167,7 +172,9 @@ async fn send_stream(app: &App, name: &AttemptName, stderr: bool, stream: &Strea
 pub async fn job(State(app): State<Arc<App>>, caller: Caller, PathOf(job): PathOf<String>, query: QueryOf) -> Result<Response, ApiError> {
     let query = query.only(&["follow"])?;
     if !query.flag("follow")? {
-        return Err(ApiError::bad_request("only live output is given for a whole job: ask with follow=true, or per task at …/tasks/{index}/logs"));
+        return Err(ApiError::bad_request(
+            "only live output is given for a whole job: ask with follow=true, or per task at …/tasks/{index}/logs",
+        ));
     }
     let id = job_id(&job)?;
     app.job(&caller, id)?;

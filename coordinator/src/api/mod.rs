@@ -185,7 +185,11 @@ pub fn router(app: Arc<App>) -> Router {
     router
         .fallback(async || ApiError::not_found("no such path; GET /openapi.json lists all"))
         .method_not_allowed_fallback(async || {
-            ApiError::new(StatusCode::METHOD_NOT_ALLOWED, "method_not_allowed", "this path doesn't take this method; GET /openapi.json lists all")
+            ApiError::new(
+                StatusCode::METHOD_NOT_ALLOWED,
+                "method_not_allowed",
+                "this path doesn't take this method; GET /openapi.json lists all",
+            )
         })
         .layer(middleware::from_fn_with_state(app.clone(), common))
         .layer(middleware::from_fn(panics::answer))
@@ -241,6 +245,9 @@ async fn caught_up(app: &App, wanted: Option<u64>) -> Result<(), ApiError> {
     if reached {
         return Ok(());
     }
-    let message = format!("this coordinator has applied the log up to {}, the request asks for {wanted}; ask again, or another coordinator", app.handle.sequence());
+    let message = format!(
+        "this coordinator has applied the log up to {}, the request asks for {wanted}; ask again, or another coordinator",
+        app.handle.sequence()
+    );
     Err(ApiError::new(StatusCode::SERVICE_UNAVAILABLE, "behind", message))
 }

@@ -124,7 +124,8 @@ pub fn chunk(rows: &RocksRows, url: &dyn Fn(&str) -> String, wanted: Wanted<'_>,
     if let Some(error) = damaged {
         return Err(error);
     }
-    let decided: Vec<_> = entries.iter().filter(|(_, entry)| entry.number > 0).map(|(_, entry)| rows::try_key(job, entry.index, entry.number)).collect();
+    let decided: Vec<_> =
+        entries.iter().filter(|(_, entry)| entry.number > 0).map(|(_, entry)| rows::try_key(job, entry.index, entry.number)).collect();
     let mut attempts = rows.first_of_each(Table::Attempts, &decided)?.into_iter();
     let mut found = Vec::with_capacity(entries.len());
     for (cursor, entry) in entries {
@@ -148,7 +149,9 @@ fn place_of(key: &[u8]) -> Option<(u64, u32)> {
 
 /// Rows of tasks that were never given out, once their job has ended: they have none in the store.
 fn rest(progress: &Progress, tasks: u32, from: Cursor, limit: usize) -> Chunk {
-    let Some(class) = progress.rest.filter(|_| progress.ended_ms.is_some()) else { return Chunk { rows: Vec::new(), next: from, more: false } };
+    let Some(class) = progress.rest.filter(|_| progress.ended_ms.is_some()) else {
+        return Chunk { rows: Vec::new(), next: from, more: false };
+    };
     let first = progress.next_fresh.max(from.rest);
     let end = tasks.min(first.saturating_add(u32::try_from(limit).unwrap_or(u32::MAX)));
     let mut next = from;
@@ -279,7 +282,12 @@ impl Follow {
         ("superseded" = Option<bool>, Query, description = "Also rows that a rerun superseded"), ("tenant" = Option<String>, Query, description = "Operators: whose")),
     responses((status = 200, content_type = "application/x-ndjson", body = ResultRow), (status = 400, body = ErrorBody), (status = 404, body = ErrorBody),
         (status = 429, body = ErrorBody)))]
-pub async fn results(State(app): State<Arc<App>>, caller: Caller, PathOf(job): PathOf<String>, query: QueryOf) -> Result<Response, ApiError> {
+pub async fn results(
+    State(app): State<Arc<App>>,
+    caller: Caller,
+    PathOf(job): PathOf<String>,
+    query: QueryOf,
+) -> Result<Response, ApiError> {
     let query = query.only(&["after", "follow", "superseded"])?;
     let job = job_id(&job)?;
     let (facts, _) = app.job(&caller, job)?;

@@ -21,10 +21,10 @@ use volley_jobspecs::plan::plan;
 use volley_jobspecs::resolve::{InputSource, ResolvedTask};
 use volley_jobspecs::spec::Isolation;
 use volley_jobspecs::validate::{Features, ValidJob};
-use volley_jobspecs::wire::{LEVEL_KEEPING, LEVEL_ROUNDS};
 use volley_jobspecs::wire::plan::{self, SPEC_INLINE_BYTES_MAX, SpecRef};
 use volley_jobspecs::wire::record::Submit;
 use volley_jobspecs::wire::trace::{HEADER, TraceContext};
+use volley_jobspecs::wire::{LEVEL_KEEPING, LEVEL_ROUNDS};
 use volley_store::{Store, StoreConfig};
 
 use super::App;
@@ -53,7 +53,13 @@ const SHOWN: u32 = 3;
         ("traceparent" = Option<String>, Header, description = "W3C trace context, version 00: the job goes on with that trace")),
     responses((status = 201, body = SubmitAnswer), (status = 200, body = SubmitAnswer, description = "It existed, or the plan of a dry run"),
         (status = 400, body = ErrorBody), (status = 409, body = ErrorBody), (status = 413, body = ErrorBody), (status = 429, body = ErrorBody), (status = 503, body = ErrorBody)))]
-pub async fn submit(State(app): State<Arc<App>>, caller: Caller, query: QueryOf, headers: HeaderMap, request: Body) -> Result<Response, ApiError> {
+pub async fn submit(
+    State(app): State<Arc<App>>,
+    caller: Caller,
+    query: QueryOf,
+    headers: HeaderMap,
+    request: Body,
+) -> Result<Response, ApiError> {
     let query = query.only(&["dryRun"])?;
     let dry = query.flag("dryRun")?;
     let key = idempotency_key(&headers)?;
@@ -83,7 +89,8 @@ fn context(app: &App, caller: Option<&TraceContext>) -> Result<TraceContext, Api
     let mut ids = [0; 24];
     let failed = |why: &dyn std::fmt::Display| ApiError::unavailable(format!("no randomness from the system: {why}"));
     getrandom::fill(&mut ids).map_err(|error| failed(&error))?;
-    let records = |trace, parent: Option<bool>| app.observer.as_ref().map_or(parent.unwrap_or(true), |observer| observer.records(trace, parent));
+    let records =
+        |trace, parent: Option<bool>| app.observer.as_ref().map_or(parent.unwrap_or(true), |observer| observer.records(trace, parent));
     trace::of_submit(caller, ids, records).ok_or_else(|| failed(&"it gave zeros"))
 }
 
@@ -120,7 +127,9 @@ async fn record(app: &App, caller: &Caller, job: &ValidJob, key: Option<String>,
     match app.handle.submit(submit).await? {
         Answer::Submitted { job, tasks, existed } => Ok(SubmitAnswer { job: job.to_string(), tasks, existed }),
         // The handle turns refusals into errors, and a submit is never only done.
-        Answer::Done | Answer::Refused(_) => Err(ApiError::unavailable("the submit was answered with something else; ask again with the same key")),
+        Answer::Done | Answer::Refused(_) => {
+            Err(ApiError::unavailable("the submit was answered with something else; ask again with the same key"))
+        }
     }
 }
 
@@ -135,7 +144,11 @@ pub async fn level(app: &App) -> Result<u32, ApiError> {
 /// Uploads that a spec names. A name that only a task completes may be any.
 fn uploads(job: &ValidJob) -> Vec<String> {
     let items = job.items().file().and_then(|file| file.source.upload.as_deref());
-    let inputs = job.task().inputs.iter().filter_map(|input| input.from.strip_prefix("upload:").or_else(|| input.from.starts_with("${").then_some(ANY)));
+    let inputs = job
+        .task()
+        .inputs
+        .iter()
+        .filter_map(|input| input.from.strip_prefix("upload:").or_else(|| input.from.starts_with("${").then_some(ANY)));
     let mut names: Vec<String> = items.into_iter().chain(inputs).map(|id| if id.contains("${") { ANY } else { id }.to_owned()).collect();
     names.sort_unstable();
     names.dedup();
@@ -146,7 +159,11 @@ fn idempotency_key(headers: &HeaderMap) -> Result<Option<String>, ApiError> {
     let Some(value) = headers.get(IDEMPOTENCY_HEADER) else { return Ok(None) };
     let fits = |text: &&str| (1..=KEY_BYTES_MAX).contains(&text.len()) && text.bytes().all(|b| b.is_ascii_graphic());
     let key = value.to_str().ok().filter(fits);
-    let wrong = || ApiError::bad_request(format!("the header {IDEMPOTENCY_HEADER} takes 1 to {KEY_BYTES_MAX} printable ASCII characters without spaces"));
+    let wrong = || {
+        ApiError::bad_request(format!(
+            "the header {IDEMPOTENCY_HEADER} takes 1 to {KEY_BYTES_MAX} printable ASCII characters without spaces"
+        ))
+    };
     key.map(|key| Some(key.to_owned())).ok_or_else(wrong)
 }
 
@@ -172,7 +189,9 @@ async fn known(app: &App, caller: &Caller, key: &str, spec_hash: &str) -> Result
     let found = app.handle.read(move |state, _, _| state.keys.get(&entry).cloned()).await?;
     match found {
         None => Ok(None),
-        Some(found) if found.spec_hash == spec_hash => Ok(Some(SubmitAnswer { job: found.job.to_string(), tasks: found.tasks, existed: true })),
+        Some(found) if found.spec_hash == spec_hash => {
+            Ok(Some(SubmitAnswer { job: found.job.to_string(), tasks: found.tasks, existed: true }))
+        }
         Some(found) => Err(Refusal::KeyReused { key: key.to_owned(), job: found.job }.into()),
     }
 }
@@ -222,8 +241,12 @@ fn refuse_items(file: &ItemFile, error: &ItemsError) -> ApiError {
         ItemsError::Cut(_) | ItemsError::Changed => return ApiError::bad_spec(&path, error.to_string()),
     };
     match (error, kind) {
-        (ItemsError::Open(_), volley_store::ErrorKind::NotFound) => ApiError::bad_spec(&path, format!("no such file ({error}); upload it first")),
-        (ItemsError::Open(_), volley_store::ErrorKind::Denied | volley_store::ErrorKind::Rejected) => ApiError::bad_spec(&path, error.to_string()),
+        (ItemsError::Open(_), volley_store::ErrorKind::NotFound) => {
+            ApiError::bad_spec(&path, format!("no such file ({error}); upload it first"))
+        }
+        (ItemsError::Open(_), volley_store::ErrorKind::Denied | volley_store::ErrorKind::Rejected) => {
+            ApiError::bad_spec(&path, error.to_string())
+        }
         _ => ApiError::store(kind, format!("{path}: {error}")),
     }
 }

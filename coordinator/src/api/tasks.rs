@@ -57,7 +57,12 @@ pub async fn holders(app: &App, job: JobId, wanted: Vec<u32>) -> Result<BTreeMap
     params(("job" = String, Path, description = "The job"), ("state" = Option<TaskState>, Query, description = "Only those in this state"),
         ("limit" = Option<u32>, Query, description = "Rows, 1 to 1000; 100 by default"), ("after" = Option<u32>, Query, description = "`next` of the page before")),
     responses((status = 200, body = Page<TaskView>), (status = 400, body = ErrorBody), (status = 404, body = ErrorBody)))]
-pub async fn list(State(app): State<Arc<App>>, caller: Caller, PathOf(job): PathOf<String>, query: QueryOf) -> Result<Json<Page<TaskView>>, ApiError> {
+pub async fn list(
+    State(app): State<Arc<App>>,
+    caller: Caller,
+    PathOf(job): PathOf<String>,
+    query: QueryOf,
+) -> Result<Json<Page<TaskView>>, ApiError> {
     let query = query.only(&["state", "limit", "after"])?;
     let wanted = query.get("state").map(|text| {
         let known = serde_json::from_value::<TaskState>(serde_json::Value::from(text));
@@ -72,14 +77,23 @@ pub async fn list(State(app): State<Arc<App>>, caller: Caller, PathOf(job): Path
     let (found, next, rest) = blocking(read).await?;
     let running = found.iter().filter(|(_, (cell, _))| cell.held).map(|(index, _)| *index).collect();
     let holders = holders(&app, id, running).await?;
-    let rows = found.iter().map(|(index, (cell, due))| views::task(*index, cell, rest, *due, holders.get(index).map(|(_, worker, _)| worker)));
+    let rows =
+        found.iter().map(|(index, (cell, due))| views::task(*index, cell, rest, *due, holders.get(index).map(|(_, worker, _)| worker)));
     Ok(Json(Page { rows: rows.collect(), next: next.map(|index| index.to_string()) }))
 }
 
 type Selected = (Vec<(u32, Stored)>, Option<u32>, Option<volley_jobspecs::failure::FailureClass>);
 
 /// Tasks from `first` on that are in the wanted state; and, when there may be more, the last one that was looked at.
-fn select(app: &App, id: JobId, facts: &Facts, progress: &Progress, wanted: Option<TaskState>, first: u32, limit: usize) -> Result<Selected, ApiError> {
+fn select(
+    app: &App,
+    id: JobId,
+    facts: &Facts,
+    progress: &Progress,
+    wanted: Option<TaskState>,
+    first: u32,
+    limit: usize,
+) -> Result<Selected, ApiError> {
     let tasks = facts.plan.tasks;
     let mut found = Vec::new();
     let mut index = first;
@@ -120,7 +134,12 @@ pub fn stored(app: &App, id: JobId, facts: &Facts, index: u32) -> Result<Stored,
 #[utoipa::path(get, path = "/v1/jobs/{job}/tasks/{index}", operation_id = "getTask", tag = "tasks",
     params(("job" = String, Path, description = "The job"), ("index" = u32, Path, description = "The task, from 0")),
     responses((status = 200, body = TaskView), (status = 404, body = ErrorBody)))]
-pub async fn get(State(app): State<Arc<App>>, caller: Caller, PathOf((job, index)): PathOf<(String, String)>, query: QueryOf) -> Result<Json<TaskView>, ApiError> {
+pub async fn get(
+    State(app): State<Arc<App>>,
+    caller: Caller,
+    PathOf((job, index)): PathOf<(String, String)>,
+    query: QueryOf,
+) -> Result<Json<TaskView>, ApiError> {
     query.only(&[])?;
     let (id, index) = (job_id(&job)?, task_index(&index)?);
     let (facts, progress) = app.job(&caller, id)?;

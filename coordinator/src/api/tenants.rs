@@ -52,7 +52,12 @@ pub async fn list(State(app): State<Arc<App>>, caller: Caller, query: QueryOf) -
 /// Makes a tenant, or changes it: what is left out is unlimited, or its default.
 #[utoipa::path(post, path = "/v1/tenants", operation_id = "putTenant", tag = "operators", request_body = TenantRequest,
     responses((status = 201, body = TenantView), (status = 400, body = ErrorBody), (status = 403, body = ErrorBody)))]
-pub async fn put(State(app): State<Arc<App>>, caller: Caller, query: QueryOf, body: Body) -> Result<(StatusCode, Json<TenantView>), ApiError> {
+pub async fn put(
+    State(app): State<Arc<App>>,
+    caller: Caller,
+    query: QueryOf,
+    body: Body,
+) -> Result<(StatusCode, Json<TenantView>), ApiError> {
     query.only(&[])?;
     caller.operators_only()?;
     let request: TenantRequest = json(body, None).await?;
@@ -81,7 +86,12 @@ pub async fn put(State(app): State<Arc<App>>, caller: Caller, query: QueryOf, bo
 /// Makes a token. Its secret is in this answer and nowhere else.
 #[utoipa::path(post, path = "/v1/tokens", operation_id = "createToken", tag = "operators", request_body = TokenRequest,
     responses((status = 201, body = TokenAnswer), (status = 400, body = ErrorBody), (status = 403, body = ErrorBody), (status = 404, body = ErrorBody)))]
-pub async fn create_token(State(app): State<Arc<App>>, caller: Caller, query: QueryOf, body: Body) -> Result<(StatusCode, Json<TokenAnswer>), ApiError> {
+pub async fn create_token(
+    State(app): State<Arc<App>>,
+    caller: Caller,
+    query: QueryOf,
+    body: Body,
+) -> Result<(StatusCode, Json<TokenAnswer>), ApiError> {
     query.only(&[])?;
     caller.operators_only()?;
     let request: TokenRequest = json(body, None).await?;
@@ -100,7 +110,12 @@ pub async fn create_token(State(app): State<Arc<App>>, caller: Caller, query: Qu
 /// Makes a token useless, at once.
 #[utoipa::path(delete, path = "/v1/tokens/{id}", operation_id = "revokeToken", tag = "operators", params(("id" = String, Path, description = "The token's id: what stands between `vt_` and the secret")),
     responses((status = 204), (status = 403, body = ErrorBody), (status = 404, body = ErrorBody)))]
-pub async fn revoke_token(State(app): State<Arc<App>>, caller: Caller, PathOf(id): PathOf<String>, query: QueryOf) -> Result<StatusCode, ApiError> {
+pub async fn revoke_token(
+    State(app): State<Arc<App>>,
+    caller: Caller,
+    PathOf(id): PathOf<String>,
+    query: QueryOf,
+) -> Result<StatusCode, ApiError> {
     query.only(&[])?;
     caller.operators_only()?;
     let known = app.handle.read({

@@ -44,13 +44,22 @@ pub async fn upload(
 ) -> Result<(StatusCode, Json<UploadAnswer>), ApiError> {
     query.only(&[])?;
     let bytes_hint: Option<u64> = headers.get(header::CONTENT_LENGTH).and_then(|value| value.to_str().ok()?.parse().ok());
-    let too_large = || ApiError::too_large(format!("the file has more than the {} bytes this cluster takes; put it into the bucket yourself and name it as s3://…", app.upload_bytes_max));
+    let too_large = || {
+        ApiError::too_large(format!(
+            "the file has more than the {} bytes this cluster takes; put it into the bucket yourself and name it as s3://…",
+            app.upload_bytes_max
+        ))
+    };
     if bytes_hint.is_some_and(|bytes| bytes > app.upload_bytes_max) {
         return Err(too_large());
     }
     let turn = tokio::time::timeout(TURN_WAIT, TURNS.acquire()).await;
     let Ok(Ok(_turn)) = turn else {
-        return Err(ApiError::new(StatusCode::SERVICE_UNAVAILABLE, "overloaded", format!("{UPLOADS_MAX} uploads are under way here; try again in a moment")));
+        return Err(ApiError::new(
+            StatusCode::SERVICE_UNAVAILABLE,
+            "overloaded",
+            format!("{UPLOADS_MAX} uploads are under way here; try again in a moment"),
+        ));
     };
     let id = format!("u{}", random_hex(12)?);
     let reader = StreamReader::new(body.into_data_stream().map_err(std::io::Error::other));
@@ -61,7 +70,9 @@ pub async fn upload(
             Ok((StatusCode::CREATED, Json(UploadAnswer { id, bytes: uploaded.bytes, sha256: uploaded.sha256 })))
         }
         Err(UploadError::TooLarge { .. }) => Err(too_large()),
-        Err(UploadError::Read { bytes, source, .. }) => Err(ApiError::bad_request(format!("the body broke off after {bytes} bytes: {source}"))),
+        Err(UploadError::Read { bytes, source, .. }) => {
+            Err(ApiError::bad_request(format!("the body broke off after {bytes} bytes: {source}")))
+        }
         Err(error) => Err(ApiError::store(error.kind(), format!("storing the upload: {error}"))),
     }
 }

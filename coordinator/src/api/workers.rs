@@ -39,7 +39,12 @@ async fn set(app: &App, caller: &Caller, worker: &str, on: bool) -> Result<Statu
 /// Gives a worker nothing more; what it runs may end.
 #[utoipa::path(post, path = "/v1/workers/{worker}/drain", operation_id = "drainWorker", tag = "workers", params(("worker" = String, Path, description = "Its name")),
     responses((status = 204), (status = 403, body = ErrorBody), (status = 404, body = ErrorBody)))]
-pub async fn drain(State(app): State<Arc<App>>, caller: Caller, PathOf(worker): PathOf<String>, query: QueryOf) -> Result<StatusCode, ApiError> {
+pub async fn drain(
+    State(app): State<Arc<App>>,
+    caller: Caller,
+    PathOf(worker): PathOf<String>,
+    query: QueryOf,
+) -> Result<StatusCode, ApiError> {
     query.only(&[])?;
     set(&app, &caller, &worker, true).await
 }
@@ -47,7 +52,12 @@ pub async fn drain(State(app): State<Arc<App>>, caller: Caller, PathOf(worker): 
 /// Gives a drained worker work again.
 #[utoipa::path(post, path = "/v1/workers/{worker}/resume", operation_id = "resumeWorker", tag = "workers", params(("worker" = String, Path, description = "Its name")),
     responses((status = 204), (status = 403, body = ErrorBody), (status = 404, body = ErrorBody)))]
-pub async fn resume(State(app): State<Arc<App>>, caller: Caller, PathOf(worker): PathOf<String>, query: QueryOf) -> Result<StatusCode, ApiError> {
+pub async fn resume(
+    State(app): State<Arc<App>>,
+    caller: Caller,
+    PathOf(worker): PathOf<String>,
+    query: QueryOf,
+) -> Result<StatusCode, ApiError> {
     query.only(&[])?;
     set(&app, &caller, &worker, false).await
 }

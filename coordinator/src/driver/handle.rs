@@ -139,7 +139,10 @@ impl Handle {
     ///
     /// # Errors
     /// [`RequestError::Stopping`].
-    pub async fn read<T: Send + 'static>(&self, read: impl FnOnce(&State, Option<&Leader>, u64) -> T + Send + 'static) -> Result<T, RequestError> {
+    pub async fn read<T: Send + 'static>(
+        &self,
+        read: impl FnOnce(&State, Option<&Leader>, u64) -> T + Send + 'static,
+    ) -> Result<T, RequestError> {
         let (sender, receiver) = oneshot::channel();
         let input = Input::Read(Box::new(move |state, leader, now_ms| _ = sender.send(read(state, leader, now_ms))));
         self.inputs.send(input).await.map_err(|_| RequestError::Stopping)?;

@@ -195,7 +195,8 @@ impl Keeper {
             manifest.push(File { name, key, bytes, blake3: hash });
         }
         let Head { sequence, level, skipped, .. } = head;
-        let manifest = Manifest { version: VERSION.to_owned(), cluster: self.handle.log().cluster.clone(), sequence, level, skipped, files: manifest };
+        let manifest =
+            Manifest { version: VERSION.to_owned(), cluster: self.handle.log().cluster.clone(), sequence, level, skipped, files: manifest };
         // Text and numbers only: there is no failing path.
         let bytes = serde_json::to_vec_pretty(&manifest).unwrap_or_default();
         self.store.put(&keys::checkpoint(sequence), Bytes::from(bytes)).await?;

@@ -36,7 +36,8 @@ impl Levels {
         match self.context.get_key_value(LEVELS_BUCKET).await {
             Ok(store) => Ok(store),
             Err(_) => {
-                let config = Config { bucket: LEVELS_BUCKET.to_owned(), history: 1, max_age: TTL, num_replicas: self.replicas, ..Config::default() };
+                let config =
+                    Config { bucket: LEVELS_BUCKET.to_owned(), history: 1, max_age: TTL, num_replicas: self.replicas, ..Config::default() };
                 self.context.create_key_value(config).await.map_err(|e| e.to_string())
             }
         }

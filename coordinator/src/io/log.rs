@@ -50,7 +50,9 @@ pub enum LogError {
         first: u64,
     },
     /// The log is older than what was applied.
-    #[error("the log is older than this coordinator: the log ends at record {last}, this coordinator has applied record {applied}. NATS lost data or was restored from an older backup. Restore the newer log; or, to go on with the older one and lose what came after it, delete the RocksDB directory of every coordinator and, in the bucket, the checkpoints behind record {last}")]
+    #[error(
+        "the log is older than this coordinator: the log ends at record {last}, this coordinator has applied record {applied}. NATS lost data or was restored from an older backup. Restore the newer log; or, to go on with the older one and lose what came after it, delete the RocksDB directory of every coordinator and, in the bucket, the checkpoints behind record {last}"
+    )]
     Behind {
         /// End of the log.
         last: u64,
@@ -275,7 +277,8 @@ impl Log {
             ..pull::Config::default()
         };
         let consumer = stream.create_consumer(config).await.map_err(|e| nats("making a consumer of the log")(&e))?;
-        let messages = consumer.stream().max_messages_per_batch(BATCH_RECORDS).expires(Duration::from_secs(20)).heartbeat(Duration::from_secs(3));
+        let messages =
+            consumer.stream().max_messages_per_batch(BATCH_RECORDS).expires(Duration::from_secs(20)).heartbeat(Duration::from_secs(3));
         let messages = messages.messages().await.map_err(|e| nats("reading the log")(&e))?;
         let mut batches = messages.ready_chunks(BATCH_RECORDS);
         while let Some(batch) = batches.next().await {

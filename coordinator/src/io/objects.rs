@@ -112,7 +112,8 @@ impl Objects {
         loop {
             let (rows, store) = (self.rows.clone(), self.store.clone());
             let (from, as_of) = (cursor, progress.clone());
-            let read = move || results::chunk(&rows, &|key| store.url(key), Wanted { job, progress: &as_of, superseded: false }, from, PAGE_ROWS);
+            let read =
+                move || results::chunk(&rows, &|key| store.url(key), Wanted { job, progress: &as_of, superseded: false }, from, PAGE_ROWS);
             let chunk = blocking(read).await?;
             cursor = chunk.next;
             if chunk.rows.is_empty() && chunk.more {
@@ -123,7 +124,12 @@ impl Objects {
             }
             let bytes = lines(&chunk.rows);
             let key = keys::job_results(job, progress.round, u32::try_from(pages.len()).unwrap_or(u32::MAX));
-            pages.push(PageRef { key: key.clone(), rows: chunk.rows.len(), bytes: bytes.len(), blake3: blake3::hash(&bytes).to_hex().to_string() });
+            pages.push(PageRef {
+                key: key.clone(),
+                rows: chunk.rows.len(),
+                bytes: bytes.len(),
+                blake3: blake3::hash(&bytes).to_hex().to_string(),
+            });
             self.store.put(&key, bytes).await?;
             if !chunk.more {
                 break;

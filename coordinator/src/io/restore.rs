@@ -60,7 +60,9 @@ pub enum RestoreError {
     #[error(transparent)]
     Log(#[from] LogError),
     /// The bucket holds a checkpoint of records that the log doesn't have.
-    #[error("the log is older than the bucket: the log ends at record {last}, the bucket holds a checkpoint of record {checkpoint}. NATS lost data or was restored from an older backup. Restore the newer log; or, to go on with the older one and lose what came after it, delete the RocksDB directory of every coordinator and, in the bucket, the checkpoints behind record {last}")]
+    #[error(
+        "the log is older than the bucket: the log ends at record {last}, the bucket holds a checkpoint of record {checkpoint}. NATS lost data or was restored from an older backup. Restore the newer log; or, to go on with the older one and lose what came after it, delete the RocksDB directory of every coordinator and, in the bucket, the checkpoints behind record {last}"
+    )]
     Ahead {
         /// End of the log.
         last: u64,
@@ -68,7 +70,9 @@ pub enum RestoreError {
         checkpoint: u64,
     },
     /// No checkpoint leads up to the log.
-    #[error("record {next} is needed next, the log begins at {first}, and no checkpoint in the bucket can stand in ({why}); restore the bucket's checkpoints from a backup")]
+    #[error(
+        "record {next} is needed next, the log begins at {first}, and no checkpoint in the bucket can stand in ({why}); restore the bucket's checkpoints from a backup"
+    )]
     NoCheckpoint {
         /// Needed.
         next: u64,
@@ -259,7 +263,9 @@ async fn load(dir: &Path, store: &Store, checkpoints: &[u64], wanted: &Wanted<'_
             Err(LoadError::Download(error)) if error.is_retryable() => return Err(LoadError::Download(error).into()),
             Err(error @ LoadError::Local(_)) => return Err(error.into()),
             // Each older one is too old as well.
-            Err(error @ LoadError::Unfit(Unfit::Old { .. })) => return Ok(Err(if why == "there is none" { error.to_string() } else { why })),
+            Err(error @ LoadError::Unfit(Unfit::Old { .. })) => {
+                return Ok(Err(if why == "there is none" { error.to_string() } else { why }));
+            }
             Err(error) => {
                 tracing::warn!(%error, sequence, "a checkpoint can't be used; trying an older one");
                 why = format!("checkpoint {sequence}: {error}");
@@ -284,7 +290,8 @@ async fn load_one(dir: &Path, store: &Store, sequence: u64, wanted: &Wanted<'_>)
         store.download_to(&file.key, &path, None).await?;
         let hashed = tokio::task::spawn_blocking(move || hash_file(&path)).await.map_err(CheckpointError::Thread)??;
         if hashed != (file.bytes, file.blake3.clone()) {
-            let (found, wanted) = (format!("{} bytes, blake3 {}", hashed.0, hashed.1), format!("{} bytes, blake3 {}", file.bytes, file.blake3));
+            let (found, wanted) =
+                (format!("{} bytes, blake3 {}", hashed.0, hashed.1), format!("{} bytes, blake3 {}", file.bytes, file.blake3));
             return Err(LoadError::Damaged { key: file.key.clone(), found, wanted });
         }
     }

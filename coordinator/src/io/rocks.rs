@@ -7,7 +7,10 @@ use std::path::Path;
 use std::sync::{Arc, Weak};
 
 use rocksdb::checkpoint::Checkpoint;
-use rocksdb::{BlockBasedOptions, Cache, ColumnFamily, ColumnFamilyDescriptor, DB, DBCompressionType, Direction, ErrorKind, IteratorMode, LiveFile, Options, ReadOptions, WriteBatch};
+use rocksdb::{
+    BlockBasedOptions, Cache, ColumnFamily, ColumnFamilyDescriptor, DB, DBCompressionType, Direction, ErrorKind, IteratorMode, LiveFile,
+    Options, ReadOptions, WriteBatch,
+};
 
 use crate::state::rows::{Rows, RowsError, Table, Visit, Write};
 

@@ -157,7 +157,9 @@ pub enum Refusal {
         job: JobId,
     },
     /// A quota of the tenant.
-    #[error("tenant {tenant} may have {max} {what} in jobs that have not ended; it has {has}, the new job brings {brings}. Wait, cancel a job, or ask an operator for more")]
+    #[error(
+        "tenant {tenant} may have {max} {what} in jobs that have not ended; it has {has}, the new job brings {brings}. Wait, cancel a job, or ask an operator for more"
+    )]
     Quota {
         /// Whose.
         tenant: TenantId,

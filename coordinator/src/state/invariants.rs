@@ -47,14 +47,21 @@ pub fn broken(state: &State) -> Vec<String> {
         }
         broken.extend(broken_tasks(job));
         let counts = job.counts();
-        let sum = counts.waiting + counts.running + counts.backoff + counts.succeeded + counts.failed + counts.infra_failed + counts.cancelled;
+        let sum =
+            counts.waiting + counts.running + counts.backoff + counts.succeeded + counts.failed + counts.infra_failed + counts.cancelled;
         if sum != counts.total || counts.waiting != job.waiting() + held_back(job) {
             broken.push(format!("{} counts don't add up: {counts:?}, waiting {}", job.id, job.waiting()));
         }
         // A job without tasks ends with the Tick that starts its clock.
         let begins = state.head.unstamped.contains(&job.id);
         if !begins && job.progress.ended_ms.is_some() != (job.ended_tasks() == job.tasks()) {
-            broken.push(format!("{} ended: {:?}, with {} of {} tasks ended", job.id, job.progress.ended_ms, job.ended_tasks(), job.tasks()));
+            broken.push(format!(
+                "{} ended: {:?}, with {} of {} tasks ended",
+                job.id,
+                job.progress.ended_ms,
+                job.ended_tasks(),
+                job.tasks()
+            ));
         }
     }
     if of_tenants != state.tenant_bundles {
@@ -88,12 +95,20 @@ fn broken_tasks(job: &super::job::Job) -> Vec<String> {
                 || (matches!(cell.phase, Phase::Backoff | Phase::Fresh) && cell.held);
             let over = cell.failures > job.facts.plan.retry.attempts.max(1) || cell.infra > job.facts.plan.retry.infra_attempts.max(1);
             if wrong || over {
-                broken.push(format!("{} task {index}: {cell:?}, open {:?}, next fresh {}", job.id, job.open.get(&index), job.progress.next_fresh));
+                broken.push(format!(
+                    "{} task {index}: {cell:?}, open {:?}, next fresh {}",
+                    job.id,
+                    job.open.get(&index),
+                    job.progress.next_fresh
+                ));
             }
         }
     }
     if running != job.progress.running || backoff != job.progress.backoff {
-        broken.push(format!("{} says {} running, {} in backoff; its pages {running}, {backoff}", job.id, job.progress.running, job.progress.backoff));
+        broken.push(format!(
+            "{} says {} running, {} in backoff; its pages {running}, {backoff}",
+            job.id, job.progress.running, job.progress.backoff
+        ));
     }
     broken
 }

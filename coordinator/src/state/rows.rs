@@ -91,7 +91,9 @@ pub enum RowsError {
     #[error("the coordinator's RocksDB is damaged: {0}; delete its directory: it is rebuilt from checkpoint and log")]
     Broken(String),
     /// A row is no row.
-    #[error("row {key} of table {table} is damaged ({what}); stop the coordinator and delete its RocksDB directory: it is rebuilt from the log")]
+    #[error(
+        "row {key} of table {table} is damaged ({what}); stop the coordinator and delete its RocksDB directory: it is rebuilt from the log"
+    )]
     Damaged {
         /// Which table.
         table: &'static str,
@@ -218,7 +220,11 @@ pub fn batch(state: &State, effects: &Effects) -> Vec<Write> {
     table(&mut writes, Table::Meta, effects.tenants.iter().map(|n| (format!("tenant/{n}").into_bytes(), state.tenants.get(n))));
     table(&mut writes, Table::Meta, effects.tokens.iter().map(|n| (format!("token/{n}").into_bytes(), state.tokens.get(n))));
     table(&mut writes, Table::Keys, effects.keys.iter().map(|(t, k)| (idempotency_key(t, k), state.keys.get(&(t.clone(), k.clone())))));
-    table(&mut writes, Table::Uploads, effects.uploads.iter().map(|(t, k)| (idempotency_key(t, k), state.uploads.get(&(t.clone(), k.clone())))));
+    table(
+        &mut writes,
+        Table::Uploads,
+        effects.uploads.iter().map(|(t, k)| (idempotency_key(t, k), state.uploads.get(&(t.clone(), k.clone())))),
+    );
     for (name, row) in &effects.attempts {
         writes.push(Write::Put(Table::Attempts, attempt_key(name), encode(row)));
     }
@@ -307,9 +313,7 @@ fn retention_timers(state: &mut State, id: JobId, progress: &Progress, rows: &dy
 
 /// A job is in memory until it has ended, holds no slot and nothing trails it.
 fn stays_in_memory(state: &State, id: JobId, progress: &Progress) -> bool {
-    progress.ended_ms.is_none()
-        || !progress.trailing.is_empty()
-        || state.workers.values().any(|w| w.bundles.values().any(|b| b.job == id))
+    progress.ended_ms.is_none() || !progress.trailing.is_empty() || state.workers.values().any(|w| w.bundles.values().any(|b| b.job == id))
 }
 
 /// Brings a job into memory; with `settled`, also the pages that hold nothing but settled tasks. Does nothing when it is there
@@ -472,7 +476,9 @@ impl Rows for MapRows {
 
     fn scan(&self, table: Table, prefix: &[u8], from: &[u8], visit: Visit<'_>) -> Result<(), RowsError> {
         let start = if from < prefix { prefix } else { from };
-        for ((_, key), value) in self.rows.borrow().range((table, start.to_vec())..).take_while(|((t, k), _)| *t == table && k.starts_with(prefix)) {
+        for ((_, key), value) in
+            self.rows.borrow().range((table, start.to_vec())..).take_while(|((t, k), _)| *t == table && k.starts_with(prefix))
+        {
             if !visit(key, value) {
                 break;
             }

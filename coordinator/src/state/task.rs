@@ -86,9 +86,8 @@ impl Cell {
 
     /// Notes the class of its last failure.
     pub fn set_class(&mut self, class: Option<FailureClass>) {
-        self.class = class.map_or(NO_CLASS, |c| {
-            FailureClass::ALL.iter().position(|k| *k == c).and_then(|p| u8::try_from(p).ok()).unwrap_or(NO_CLASS)
-        });
+        self.class = class
+            .map_or(NO_CLASS, |c| FailureClass::ALL.iter().position(|k| *k == c).and_then(|p| u8::try_from(p).ok()).unwrap_or(NO_CLASS));
     }
 
     /// Ended, and no attempt holds a slot: nothing will change but by a rerun.
@@ -225,13 +224,15 @@ mod tests {
     use proptest::prelude::*;
 
     fn cell() -> impl Strategy<Value = Cell> {
-        (0u8..7, any::<bool>(), 0u8..14, any::<u16>(), any::<u16>(), any::<u16>()).prop_map(|(p, held, class, failures, infra, number)| Cell {
-            phase: Phase::from_byte(p).unwrap_or(Phase::Fresh),
-            held,
-            class: if class == 13 { NO_CLASS } else { class },
-            failures,
-            infra,
-            number,
+        (0u8..7, any::<bool>(), 0u8..14, any::<u16>(), any::<u16>(), any::<u16>()).prop_map(|(p, held, class, failures, infra, number)| {
+            Cell {
+                phase: Phase::from_byte(p).unwrap_or(Phase::Fresh),
+                held,
+                class: if class == 13 { NO_CLASS } else { class },
+                failures,
+                infra,
+                number,
+            }
         })
     }
 

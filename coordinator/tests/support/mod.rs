@@ -284,7 +284,13 @@ fn worker_info(slots: u32) -> WorkerInfo {
 }
 
 /// A worker that ends attempts as `ends` says; `None`: it holds them for ever.
-pub async fn worker(url: &str, name: &str, slots: u32, stop: CancellationToken, ends: impl Fn(AttemptName) -> Option<AttemptEnd> + Send + 'static) {
+pub async fn worker(
+    url: &str,
+    name: &str,
+    slots: u32,
+    stop: CancellationToken,
+    ends: impl Fn(AttemptName) -> Option<AttemptEnd> + Send + 'static,
+) {
     let client = async_nats::connect(url).await.expect("NATS");
     let jetstream = async_nats::jetstream::new(client.clone());
     let worker = WorkerId::new(name).expect("a name");

@@ -234,14 +234,8 @@ mod tests {
     fn what_fits_nothing_or_is_too_large_is_refused() {
         let one = |json| MatrixPlan::new(&matrix(json)).map(|_| ());
         assert_eq!(one(json!({ "axes": { "a": [] } })), Err(MatrixError::EmptyAxis));
-        assert_eq!(
-            one(json!({ "axes": { "a": [1] }, "exclude": [{ "b": 1 }] })),
-            Err(MatrixError::NoAxis { entry: 0, axis: "b".into() })
-        );
-        assert_eq!(
-            one(json!({ "axes": { "a": [1] }, "exclude": [{ "a": 2 }] })),
-            Err(MatrixError::NoValue { entry: 0, axis: "a".into() })
-        );
+        assert_eq!(one(json!({ "axes": { "a": [1] }, "exclude": [{ "b": 1 }] })), Err(MatrixError::NoAxis { entry: 0, axis: "b".into() }));
+        assert_eq!(one(json!({ "axes": { "a": [1] }, "exclude": [{ "a": 2 }] })), Err(MatrixError::NoValue { entry: 0, axis: "a".into() }));
         let values: Vec<u32> = (0..1001).collect();
         let wide = json!({ "a": values, "b": values, "c": [1, 2] });
         assert_eq!(one(json!({ "axes": wide, "exclude": [{ "c": 1 }] })), Err(MatrixError::TooManyRuns));

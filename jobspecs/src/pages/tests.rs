@@ -70,10 +70,7 @@ fn errors_name_the_line() {
     ] {
         assert_eq!(items(format, None, text), Err(wanted.to_owned()), "{}", &text[..text.len().min(40)]);
     }
-    assert_eq!(
-        cut_in(FileFormat::Lines, None, &[b"ok\n", b"\xff\n"]),
-        Err(CutError { line: 2, kind: CutErrorKind::NotUtf8 })
-    );
+    assert_eq!(cut_in(FileFormat::Lines, None, &[b"ok\n", b"\xff\n"]), Err(CutError { line: 2, kind: CutErrorKind::NotUtf8 }));
 }
 
 #[test]

@@ -343,12 +343,7 @@ fn infra_attempts_default() -> u16 {
 
 impl Default for RetrySpec {
     fn default() -> Self {
-        Self {
-            attempts: attempts_default(),
-            infra_attempts: infra_attempts_default(),
-            backoff: BackoffSpec::default(),
-            rules: Vec::new(),
-        }
+        Self { attempts: attempts_default(), infra_attempts: infra_attempts_default(), backoff: BackoffSpec::default(), rules: Vec::new() }
     }
 }
 

@@ -275,9 +275,7 @@ fn uses(items: Option<&Items>, used: &[String]) -> Result<(), Missing> {
 
 fn uses_inline(inline: &[Value], chunk: Option<u32>, used: &[String]) -> Result<(), Missing> {
     let Some((first, rest)) = used.split_first() else { return Ok(()) };
-    let known = |item: &Value| -> Vec<String> {
-        item.as_object().map(|object| object.keys().cloned().collect()).unwrap_or_default()
-    };
+    let known = |item: &Value| -> Vec<String> { item.as_object().map(|object| object.keys().cloned().collect()).unwrap_or_default() };
     let Some(chunk) = chunk.map(|chunk| chunk as usize) else {
         let missing = inline.iter().enumerate().find(|(_, item)| look_up(item, used).is_none());
         return missing.map_or(Ok(()), |(index, item)| {

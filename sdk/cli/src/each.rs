@@ -22,11 +22,7 @@ pub struct JobsArg {
 
 /// Does something to each job and shows them as they are then. A job that fails doesn't keep the others from it; the first error is
 /// what the command fails with.
-pub async fn each_job(
-    ctx: &Ctx,
-    jobs: &[JobId],
-    work: impl AsyncFn(&Client, JobId) -> Result<JobView, Error>,
-) -> Result<Exit, CliError> {
+pub async fn each_job(ctx: &Ctx, jobs: &[JobId], work: impl AsyncFn(&Client, JobId) -> Result<JobView, Error>) -> Result<Exit, CliError> {
     let client = ctx.client()?;
     let (mut done, mut failed) = (Vec::new(), None);
     for job in jobs {

@@ -82,9 +82,7 @@ impl CliError {
 
     fn next_step(&self) -> Option<&'static str> {
         match self {
-            Self::Sdk(Error::Unreachable { .. }) => {
-                Some("`volley up` starts a cluster here; `--url` or VOLLEY_URL names another one")
-            }
+            Self::Sdk(Error::Unreachable { .. }) => Some("`volley up` starts a cluster here; `--url` or VOLLEY_URL names another one"),
             Self::Sdk(Error::Refused { status: 401, .. }) => Some(
                 "set VOLLEY_TOKEN, or VOLLEY_CONFIG to the file that `volley up` wrote (an operator makes tokens: `volley token create`)",
             ),
@@ -115,8 +113,7 @@ impl CliError {
         match self {
             Self::Sdk(Error::Refused { body, .. }) if !body.problems.is_empty() => {
                 let count = body.problems.len();
-                let mut text =
-                    format!("{count} problem{} in the job spec; nothing was created:", if count == 1 { "" } else { "s" });
+                let mut text = format!("{count} problem{} in the job spec; nothing was created:", if count == 1 { "" } else { "s" });
                 for (number, problem) in (1..).zip(&body.problems) {
                     text.push_str(&format!("\n  {number}. {}: {}", problem.path, problem.message));
                 }

@@ -101,8 +101,7 @@ impl Exit {
     /// Of several jobs, the one that matters most.
     #[must_use]
     pub fn worst(self, other: Self) -> Self {
-        let rank =
-            |exit: Self| [Self::Success, Self::TasksFailed, Self::NoVerdict, Self::Cancelled].iter().position(|e| *e == exit);
+        let rank = |exit: Self| [Self::Success, Self::TasksFailed, Self::NoVerdict, Self::Cancelled].iter().position(|e| *e == exit);
         if rank(other).unwrap_or(usize::MAX) > rank(self).unwrap_or(usize::MAX) { other } else { self }
     }
 
@@ -164,16 +163,8 @@ mod tests {
             let body = ErrorBody { code: "c".into(), message: "m".into(), retryable, problems: Vec::new() };
             Exit::of_error(&Error::Refused { status, doing: "d".into(), body }).code()
         };
-        let got = [
-            of(400, false),
-            of(401, false),
-            of(403, false),
-            of(404, false),
-            of(409, false),
-            of(413, false),
-            of(503, true),
-            of(500, false),
-        ];
+        let got =
+            [of(400, false), of(401, false), of(403, false), of(404, false), of(409, false), of(413, false), of(503, true), of(500, false)];
         assert_eq!(got, [2, 77, 77, 66, 65, 2, 75, 70]);
     }
 

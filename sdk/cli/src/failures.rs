@@ -104,10 +104,7 @@ mod tests {
         }
         tally.add(&row(1, None, None));
         let top = tally.top(5);
-        assert_eq!(
-            (top[0].class.as_str(), top[0].message.as_str(), top[0].tasks, top[0].first),
-            ("exit_code", "exit code 1", 2, 5)
-        );
+        assert_eq!((top[0].class.as_str(), top[0].message.as_str(), top[0].tasks, top[0].first), ("exit_code", "exit code 1", 2, 5));
         assert_eq!((top.len(), tally.rows(), tally.failures(), tally.top(1).len()), (2, 4, 3, 1));
     }
 }

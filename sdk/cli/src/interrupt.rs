@@ -79,8 +79,7 @@ impl Interrupts {
 fn read_choice() -> Choice {
     loop {
         let mut stderr = io::stderr();
-        let asked =
-            write!(stderr, "\n[d]etach and let the job go on, [c]ancel the job, [k]eep following? ").and_then(|()| stderr.flush());
+        let asked = write!(stderr, "\n[d]etach and let the job go on, [c]ancel the job, [k]eep following? ").and_then(|()| stderr.flush());
         let mut line = String::new();
         match io::stdin().lock().read_line(&mut line) {
             Ok(1..) if asked.is_ok() => {}

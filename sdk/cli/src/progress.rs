@@ -29,9 +29,7 @@ pub struct Meter {
 impl Meter {
     /// Takes a count at a time since the start.
     pub fn observe(&mut self, at: Duration, count: u64) {
-        while self.samples.len() > 1
-            && (self.samples.len() >= SAMPLES_MAX || self.samples.front().is_some_and(|(t, _)| at - *t > WINDOW))
-        {
+        while self.samples.len() > 1 && (self.samples.len() >= SAMPLES_MAX || self.samples.front().is_some_and(|(t, _)| at - *t > WINDOW)) {
             self.samples.pop_front();
         }
         self.samples.push_back((at, count));

@@ -99,24 +99,10 @@ pub struct StoreArgs {
     #[arg(id = "s3_bucket", long = "s3-bucket", env = "VOLLEY_S3_BUCKET", value_name = "NAME", help_heading = "S3")]
     pub bucket: String,
     /// The region to sign for.
-    #[arg(
-        id = "s3_region",
-        long = "s3-region",
-        env = "AWS_REGION",
-        default_value = "us-east-1",
-        value_name = "NAME",
-        help_heading = "S3"
-    )]
+    #[arg(id = "s3_region", long = "s3-region", env = "AWS_REGION", default_value = "us-east-1", value_name = "NAME", help_heading = "S3")]
     pub region: String,
     /// Put before every key in the bucket.
-    #[arg(
-        id = "s3_prefix",
-        long = "s3-prefix",
-        env = "VOLLEY_S3_PREFIX",
-        default_value = "",
-        value_name = "PREFIX",
-        help_heading = "S3"
-    )]
+    #[arg(id = "s3_prefix", long = "s3-prefix", env = "VOLLEY_S3_PREFIX", default_value = "", value_name = "PREFIX", help_heading = "S3")]
     pub prefix: String,
 }
 

@@ -141,8 +141,7 @@ struct Completed {
 
 /// Puts the ids of uploads in their places.
 fn complete(text: &[u8], items: Option<(&Path, &str)>, ids: &BTreeMap<&str, String>) -> Result<Completed, CliError> {
-    let mut spec: Value =
-        serde_json::from_slice(text).map_err(|error| CliError::Usage(format!("the spec is not JSON: {error}")))?;
+    let mut spec: Value = serde_json::from_slice(text).map_err(|error| CliError::Usage(format!("the spec is not JSON: {error}")))?;
     let mut used = Vec::new();
     let mut items_upload = None;
     if let Value::Object(root) = &mut spec {
@@ -179,9 +178,7 @@ fn set_items(root: &mut Map<String, Value>, path: &Path, id: &str) -> Result<(),
     };
     let other = items.iter().find(|(key, value)| *key != "chunk" && !value.is_null() && !FILE_KINDS.contains(&key.as_str()));
     if let Some((other, _)) = other {
-        return Err(CliError::Usage(format!(
-            "--items has no place: the spec fans out over `items.{other}` already; take that out"
-        )));
+        return Err(CliError::Usage(format!("--items has no place: the spec fans out over `items.{other}` already; take that out")));
     }
     let said = FILE_KINDS.into_iter().find(|kind| items.get(*kind).is_some_and(|value| !value.is_null()));
     let kind = said.unwrap_or_else(|| kind_of(path));
@@ -206,12 +203,7 @@ fn kind_of(path: &Path) -> &'static str {
 }
 
 /// Replaces names of uploads by their ids, in a job or in a stage.
-fn name_uploads(
-    part: &mut Map<String, Value>,
-    ids: &BTreeMap<&str, String>,
-    used: &mut Vec<String>,
-    items_upload: &mut Option<String>,
-) {
+fn name_uploads(part: &mut Map<String, Value>, ids: &BTreeMap<&str, String>, used: &mut Vec<String>, items_upload: &mut Option<String>) {
     if let Some(Value::Object(items)) = part.get_mut("items") {
         let sources = items.iter_mut().filter(|(kind, _)| FILE_KINDS.contains(&kind.as_str()));
         for source in sources.filter_map(|(_, source)| source.get_mut("upload")) {
@@ -254,10 +246,7 @@ mod tests {
     fn names_of_uploads_become_their_ids() {
         let got = completed(&spec(json!({ "jsonl": { "upload": "data" } })), None, &[("data", "u1"), ("tool", "u2")]);
         let got = got.unwrap_or_else(|e| panic!("{e}"));
-        assert_eq!(
-            (&got["items"], &got["task"]["inputs"][0]["from"]),
-            (&json!({ "jsonl": { "upload": "u1" } }), &json!("upload:u2"))
-        );
+        assert_eq!((&got["items"], &got["task"]["inputs"][0]["from"]), (&json!({ "jsonl": { "upload": "u1" } }), &json!("upload:u2")));
     }
 
     #[test]

@@ -43,9 +43,6 @@ mod tests {
 
     #[test]
     fn fields_without_a_value_are_left_out() {
-        assert_eq!(
-            fields(&[("job", "j7".into()), ("reason", String::new()), ("priority", "0".into())]),
-            "job       j7\npriority  0\n"
-        );
+        assert_eq!(fields(&[("job", "j7".into()), ("reason", String::new()), ("priority", "0".into())]), "job       j7\npriority  0\n");
     }
 }

@@ -104,11 +104,7 @@ pub fn init(service: &'static str) -> Result<Telemetry, TelemetryError> {
 }
 
 fn filter(variable: &'static str, text: &str) -> Result<EnvFilter, TelemetryError> {
-    EnvFilter::builder().parse(text).map_err(|error| TelemetryError::Filter {
-        variable,
-        value: text.to_owned(),
-        why: error.to_string(),
-    })
+    EnvFilter::builder().parse(text).map_err(|error| TelemetryError::Filter { variable, value: text.to_owned(), why: error.to_string() })
 }
 
 #[cfg(test)]

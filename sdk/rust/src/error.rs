@@ -73,9 +73,7 @@ pub enum Error {
         body: ErrorBody,
     },
     /// The answer isn't what the API says.
-    #[error(
-        "the answer of {endpoint} to {doing} is not one of Volley's: {why}; is the address a Volley coordinator of this version?"
-    )]
+    #[error("the answer of {endpoint} to {doing} is not one of Volley's: {why}; is the address a Volley coordinator of this version?")]
     Unexpected {
         /// Where.
         endpoint: String,
@@ -180,9 +178,7 @@ impl Error {
     #[must_use]
     pub fn to_body(&self) -> ErrorBody {
         let problems = match self {
-            Self::BadSpec(problems) => {
-                problems.0.iter().map(|p| ProblemView { path: p.path.clone(), message: p.explanation() }).collect()
-            }
+            Self::BadSpec(problems) => problems.0.iter().map(|p| ProblemView { path: p.path.clone(), message: p.explanation() }).collect(),
             Self::Refused { body, .. } => body.problems.clone(),
             _ => Vec::new(),
         };

@@ -96,17 +96,11 @@ fn at(path: &Path, doing: &'static str) -> impl FnOnce(std::io::Error) -> Error 
 
 /// Where a task's own name for a file leads below `dir`. The name comes from code that nobody trusts.
 fn below(dir: &Path, path: &str) -> Result<PathBuf, Error> {
-    let safe =
-        !path.is_empty() && !path.contains('\0') && Path::new(path).components().all(|part| matches!(part, Component::Normal(_)));
+    let safe = !path.is_empty() && !path.contains('\0') && Path::new(path).components().all(|part| matches!(part, Component::Normal(_)));
     if safe { Ok(dir.join(path)) } else { Err(Error::Path { path: path.to_owned() }) }
 }
 
-async fn write_checked(
-    mut answer: Answer,
-    file: &OutputFile,
-    part: &Path,
-    progress: &(dyn Fn(u64) + Send + Sync),
-) -> Result<(), Error> {
+async fn write_checked(mut answer: Answer, file: &OutputFile, part: &Path, progress: &(dyn Fn(u64) + Send + Sync)) -> Result<(), Error> {
     let mut out = tokio::fs::File::create(part).await.map_err(at(part, "write"))?;
     let mut hash = Sha256::new();
     while let Some(chunk) = answer.chunk().await? {

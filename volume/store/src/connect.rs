@@ -8,8 +8,8 @@ use std::time::Duration;
 use aws_config::BehaviorVersion;
 use aws_sdk_s3::Client;
 use aws_sdk_s3::config::{
-    Credentials, ProvideCredentials, Region, RequestChecksumCalculation, ResponseChecksumValidation,
-    SharedCredentialsProvider, StalledStreamProtectionConfig, retry::RetryConfig, timeout::TimeoutConfig,
+    Credentials, ProvideCredentials, Region, RequestChecksumCalculation, ResponseChecksumValidation, SharedCredentialsProvider,
+    StalledStreamProtectionConfig, retry::RetryConfig, timeout::TimeoutConfig,
 };
 use aws_smithy_http_client::{Builder as HttpBuilder, tls};
 use aws_smithy_runtime_api::client::http::SharedHttpClient;
@@ -56,17 +56,13 @@ pub enum ConnectError {
         endpoint: String,
     },
     /// A name is empty or has a form no store accepts.
-    #[error(
-        "S3 bucket name `{bucket}` is not valid: 3 to 63 lower-case letters, digits, dots and hyphens; correct the bucket"
-    )]
+    #[error("S3 bucket name `{bucket}` is not valid: 3 to 63 lower-case letters, digits, dots and hyphens; correct the bucket")]
     BadBucket {
         /// As configured.
         bucket: String,
     },
     /// The prefix would not survive URL handling.
-    #[error(
-        "S3 key prefix `{prefix}` may not start with `/` nor contain `//`, `.` or `..` segments; correct the prefix"
-    )]
+    #[error("S3 key prefix `{prefix}` may not start with `/` nor contain `//`, `.` or `..` segments; correct the prefix")]
     BadPrefix {
         /// As configured.
         prefix: String,
@@ -181,9 +177,9 @@ impl Store {
 
 fn check(config: &StoreConfig) -> Result<(), ConnectError> {
     if let Some(endpoint) = &config.endpoint {
-        let usable = endpoint.parse::<hyper::Uri>().is_ok_and(|uri| {
-            uri.host().is_some_and(|host| !host.is_empty()) && matches!(uri.scheme_str(), Some("http" | "https"))
-        });
+        let usable = endpoint
+            .parse::<hyper::Uri>()
+            .is_ok_and(|uri| uri.host().is_some_and(|host| !host.is_empty()) && matches!(uri.scheme_str(), Some("http" | "https")));
         if !usable {
             return Err(ConnectError::BadEndpoint { endpoint: endpoint.clone() });
         }
@@ -212,11 +208,8 @@ fn http_client(plain: bool) -> SharedHttpClient {
 
 async fn from_chain(region: &str) -> Result<SharedCredentialsProvider, ConnectError> {
     let none = |reason: String| ConnectError::NoCredentials { reason };
-    let loaded = aws_config::defaults(BehaviorVersion::latest())
-        .region(Region::new(region.to_owned()))
-        .http_client(http_client(false))
-        .load()
-        .await;
+    let loaded =
+        aws_config::defaults(BehaviorVersion::latest()).region(Region::new(region.to_owned())).http_client(http_client(false)).load().await;
     let provider = loaded.credentials_provider().ok_or_else(|| none("the chain is empty".to_owned()))?;
     match tokio::time::timeout(CREDENTIALS_TIMEOUT, provider.provide_credentials()).await {
         Ok(Ok(_)) => Ok(provider),

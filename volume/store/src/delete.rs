@@ -15,9 +15,7 @@ pub const DELETE_BATCH_MAX: usize = 1000;
 #[derive(Debug, thiserror::Error)]
 pub enum DeleteError {
     /// The store named keys that it would not delete.
-    #[error(
-        "{place}: {failed} of {asked} objects were not deleted, the first with {code}: {message}; check the bucket's policy and locks"
-    )]
+    #[error("{place}: {failed} of {asked} objects were not deleted, the first with {code}: {message}; check the bucket's policy and locks")]
     Some {
         /// The first key that failed.
         place: Box<Place>,
@@ -106,11 +104,7 @@ impl Store {
         batch: &[K],
     ) -> Result<aws_sdk_s3::operation::delete_objects::builders::DeleteObjectsFluentBuilder, Attempt> {
         let refused = |error: aws_sdk_s3::error::BuildError| {
-            Attempt::Final(Verdict::Rejected {
-                status: 0,
-                code: "request not sent".to_owned(),
-                message: error.to_string(),
-            })
+            Attempt::Final(Verdict::Rejected { status: 0, code: "request not sent".to_owned(), message: error.to_string() })
         };
         let mut delete = Delete::builder().quiet(true);
         for key in batch {

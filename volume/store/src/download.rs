@@ -86,12 +86,7 @@ answers!(DownloadError);
 impl Store {
     /// Copies the object into `writer` and flushes it. With `expected_sha256` (hex) a wrong hash is an error, after all
     /// bytes were written: the writer's owner must discard them.
-    pub async fn download<W>(
-        &self,
-        key: &str,
-        writer: &mut W,
-        expected_sha256: Option<&str>,
-    ) -> Result<Downloaded, DownloadError>
+    pub async fn download<W>(&self, key: &str, writer: &mut W, expected_sha256: Option<&str>) -> Result<Downloaded, DownloadError>
     where
         W: AsyncWrite + Unpin + Send,
     {
@@ -99,12 +94,7 @@ impl Store {
     }
 
     /// Fetches the object into the file `path`, which appears whole and synced, or not at all.
-    pub async fn download_to(
-        &self,
-        key: &str,
-        path: &Path,
-        expected_sha256: Option<&str>,
-    ) -> Result<Downloaded, DownloadError> {
+    pub async fn download_to(&self, key: &str, path: &Path, expected_sha256: Option<&str>) -> Result<Downloaded, DownloadError> {
         let failed = |source| self.write_error(key, path, source);
         let part = PartFile { path: part_path(path) };
         let mut file = tokio::fs::File::create_new(&part.path).await.map_err(failed)?;
@@ -114,13 +104,7 @@ impl Store {
         Ok(done)
     }
 
-    async fn copy<W>(
-        &self,
-        key: &str,
-        writer: &mut W,
-        target: &Path,
-        expected: Option<&str>,
-    ) -> Result<Downloaded, DownloadError>
+    async fn copy<W>(&self, key: &str, writer: &mut W, target: &Path, expected: Option<&str>) -> Result<Downloaded, DownloadError>
     where
         W: AsyncWrite + Unpin + Send,
     {
@@ -147,26 +131,18 @@ impl Store {
             let waited = progress.elapsed();
             if waited >= self.retry().budget {
                 let place = Box::new(self.place("download", key));
-                return Err(DownloadError::Store(Failure::Unavailable {
-                    place,
-                    attempts: breaks,
-                    waited,
-                    last: broken,
-                }));
+                return Err(DownloadError::Store(Failure::Unavailable { place, attempts: breaks, waited, last: broken }));
             }
             tracing::debug!(key, broken, "s3: resuming a download");
             tokio::time::sleep(RESUME_PAUSE).await;
-            stream =
-                self.open_stream(key, at, Some(&etag)).await.map_err(|refusal| self.download_error(key, refusal))?;
+            stream = self.open_stream(key, at, Some(&etag)).await.map_err(|refusal| self.download_error(key, refusal))?;
         }
         writer.flush().await.map_err(|source| self.write_error(key, target, source))?;
         let sha256 = hex::encode(hasher.finalize());
         match expected {
-            Some(expected) if !expected.eq_ignore_ascii_case(&sha256) => Err(DownloadError::Corrupt {
-                place: Box::new(self.place("download", key)),
-                found: sha256,
-                expected: expected.to_owned(),
-            }),
+            Some(expected) if !expected.eq_ignore_ascii_case(&sha256) => {
+                Err(DownloadError::Corrupt { place: Box::new(self.place("download", key)), found: sha256, expected: expected.to_owned() })
+            }
             _ => Ok(Downloaded { bytes: total, sha256, etag }),
         }
     }

@@ -32,13 +32,7 @@ impl ErrorKind {
     pub fn is_retryable(self) -> bool {
         match self {
             Self::Unavailable => true,
-            Self::NotFound
-            | Self::Precondition
-            | Self::Denied
-            | Self::TooLarge
-            | Self::Corrupt
-            | Self::Local
-            | Self::Rejected => false,
+            Self::NotFound | Self::Precondition | Self::Denied | Self::TooLarge | Self::Corrupt | Self::Local | Self::Rejected => false,
         }
     }
 }

@@ -164,9 +164,7 @@ impl Store {
         });
         match run.await.result.map_err(|refusal| self.get_error(operation, key, start, refusal))? {
             (Ok(body), etag) => Ok((body, etag)),
-            (Err(bytes), _) => {
-                Err(GetError::TooLarge { place: Box::new(self.place(operation, key)), bytes, bytes_max })
-            }
+            (Err(bytes), _) => Err(GetError::TooLarge { place: Box::new(self.place(operation, key)), bytes, bytes_max }),
         }
     }
 

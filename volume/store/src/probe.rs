@@ -47,9 +47,7 @@ pub enum ProbeError {
     #[error("the bucket cannot be used: {0}")]
     Delete(#[from] DeleteError),
     /// A condition that holds was refused.
-    #[error(
-        "{store} refuses a conditional write that should succeed ({what}); Volley needs conditional writes: use a store that has them"
-    )]
+    #[error("{store} refuses a conditional write that should succeed ({what}); Volley needs conditional writes: use a store that has them")]
     RefusesValid {
         /// The bucket and endpoint.
         store: String,
@@ -57,9 +55,7 @@ pub enum ProbeError {
         what: &'static str,
     },
     /// A condition that does not hold was ignored.
-    #[error(
-        "{store} does not keep conditional writes: {what}; results and volumes would be lost: use a store that keeps them"
-    )]
+    #[error("{store} does not keep conditional writes: {what}; results and volumes would be lost: use a store that keeps them")]
     Ignores {
         /// The bucket and endpoint.
         store: String,
@@ -67,9 +63,7 @@ pub enum ProbeError {
         what: &'static str,
     },
     /// What was written was not read or listed.
-    #[error(
-        "{store} does not give back what was just written ({what}); Volley needs reads and lists that see every earlier write"
-    )]
+    #[error("{store} does not give back what was just written ({what}); Volley needs reads and lists that see every earlier write")]
     Stale {
         /// The bucket and endpoint.
         store: String,
@@ -217,14 +211,10 @@ impl Store {
             Err(refusal) => return Err(refusal.into_failure(self.place("find bucket", "")).into()),
         }
         // AWS wants the region named, except the one it takes by default; other stores ignore or refuse it.
-        let location = (self.endpoint().starts_with("AWS ") && self.region() != "us-east-1").then(|| {
-            CreateBucketConfiguration::builder()
-                .location_constraint(BucketLocationConstraint::from(self.region()))
-                .build()
-        });
+        let location = (self.endpoint().starts_with("AWS ") && self.region() != "us-east-1")
+            .then(|| CreateBucketConfiguration::builder().location_constraint(BucketLocationConstraint::from(self.region())).build());
         let run = self.run("create bucket", "", 0, || {
-            let request =
-                self.client().create_bucket().bucket(self.bucket()).set_create_bucket_configuration(location.clone());
+            let request = self.client().create_bucket().bucket(self.bucket()).set_create_bucket_configuration(location.clone());
             async move { request.send().await.map_err(classify) }
         });
         match run.await.result {

@@ -82,23 +82,12 @@ impl Store {
     }
 
     /// An unconditional put with a content type, for `upload`.
-    pub(crate) async fn put_typed(
-        &self,
-        key: &str,
-        body: Bytes,
-        content_type: Option<&str>,
-    ) -> Result<String, Failure> {
+    pub(crate) async fn put_typed(&self, key: &str, body: Bytes, content_type: Option<&str>) -> Result<String, Failure> {
         let run = self.send_put("upload", key, body, Condition::None, &random_tag(), content_type).await;
         run.result.map_err(|refusal| refusal.into_failure(self.place("upload", key)))
     }
 
-    async fn conditional(
-        &self,
-        operation: &'static str,
-        key: &str,
-        body: Bytes,
-        condition: Condition<'_>,
-    ) -> Result<PutOutcome, PutError> {
+    async fn conditional(&self, operation: &'static str, key: &str, body: Bytes, condition: Condition<'_>) -> Result<PutOutcome, PutError> {
         let tag = random_tag();
         let run = self.send_put(operation, key, body, condition, &tag, None).await;
         match run.result {

@@ -98,10 +98,7 @@ impl Store {
         })
         .await;
 
-        Run {
-            ambiguous: attempts > 1,
-            result: result.map_err(|end| self.refusal(operation, key, end, attempts, started.elapsed())),
-        }
+        Run { ambiguous: attempts > 1, result: result.map_err(|end| self.refusal(operation, key, end, attempts, started.elapsed())) }
     }
 
     fn refusal(&self, operation: &'static str, key: &str, end: Attempt, attempts: u32, waited: Duration) -> Refusal {
@@ -114,9 +111,7 @@ impl Store {
                 Verdict::Precondition => Refusal::Precondition,
                 Verdict::BadRange => Refusal::BadRange,
                 Verdict::NoBucket => Refusal::Failure(Failure::NoBucket { place: place() }),
-                Verdict::Denied { code, message } => {
-                    Refusal::Failure(Failure::Denied { place: place(), code, message })
-                }
+                Verdict::Denied { code, message } => Refusal::Failure(Failure::Denied { place: place(), code, message }),
                 Verdict::Rejected { status, code, message } => {
                     Refusal::Failure(Failure::Rejected { place: place(), status, code, message })
                 }
@@ -126,12 +121,7 @@ impl Store {
 
     /// Names the place of an operation on `key` (relative to the prefix).
     pub(crate) fn place(&self, operation: &'static str, key: &str) -> Place {
-        Place {
-            operation,
-            endpoint: self.endpoint().to_owned(),
-            bucket: self.bucket().to_owned(),
-            key: self.full_key(key),
-        }
+        Place { operation, endpoint: self.endpoint().to_owned(), bucket: self.bucket().to_owned(), key: self.full_key(key) }
     }
 }
 
@@ -169,11 +159,7 @@ where
         },
         SdkError::ServiceError(service) => {
             let meta = service.err().meta();
-            by_status(
-                service.raw().status().as_u16(),
-                meta.code().unwrap_or_default(),
-                meta.message().unwrap_or_default(),
-            )
+            by_status(service.raw().status().as_u16(), meta.code().unwrap_or_default(), meta.message().unwrap_or_default())
         }
         _ => Attempt::Final(Verdict::Rejected { status: 0, code: "request not sent".to_owned(), message: words() }),
     }
@@ -205,12 +191,9 @@ fn by_status(status: u16, code: &str, message: &str) -> Attempt {
         "NoSuchKey" | "NotFound" => return Attempt::Final(Verdict::NotFound),
         "PreconditionFailed" => return Attempt::Final(Verdict::Precondition),
         // Two conditional writes met; the store asks for another try and a later one gets a real answer.
-        "ConditionalRequestConflict"
-        | "OperationAborted"
-        | "SlowDown"
-        | "RequestTimeout"
-        | "InternalError"
-        | "ServiceUnavailable" => return passing(),
+        "ConditionalRequestConflict" | "OperationAborted" | "SlowDown" | "RequestTimeout" | "InternalError" | "ServiceUnavailable" => {
+            return passing();
+        }
         _ => {}
     }
     match status {

@@ -230,13 +230,7 @@ impl Store {
         Ok(CompletedPart::builder().part_number(number as i32).set_e_tag(output.e_tag).build())
     }
 
-    async fn complete(
-        &self,
-        upload: &OpenUpload,
-        parts: Vec<CompletedPart>,
-        bytes: u64,
-        tag: &str,
-    ) -> Result<String, UploadError> {
+    async fn complete(&self, upload: &OpenUpload, parts: Vec<CompletedPart>, bytes: u64, tag: &str) -> Result<String, UploadError> {
         let key = &upload.key;
         let parts = CompletedMultipartUpload::builder().set_parts(Some(parts)).build();
         // Some stores copy the parts together before they answer: the time limit grows with the size.
@@ -282,8 +276,7 @@ impl Store {
     pub(crate) async fn abort_upload(&self, key: &str, id: &str) {
         let store = self.with_retry(Retry { budget: ABORT_BUDGET, attempt_timeout: ABORT_BUDGET, ..*self.retry() });
         let run = store.run("abort upload", key, 0, || {
-            let request =
-                store.client().abort_multipart_upload().bucket(store.bucket()).key(store.full_key(key)).upload_id(id);
+            let request = store.client().abort_multipart_upload().bucket(store.bucket()).key(store.full_key(key)).upload_id(id);
             async move { request.send().await.map_err(classify) }
         });
         match run.await.result {
@@ -293,9 +286,7 @@ impl Store {
     }
 }
 
-async fn next_part(
-    sending: &mut JoinSet<Result<CompletedPart, UploadError>>,
-) -> Result<Option<CompletedPart>, UploadError> {
+async fn next_part(sending: &mut JoinSet<Result<CompletedPart, UploadError>>) -> Result<Option<CompletedPart>, UploadError> {
     match sending.join_next().await {
         None => Ok(None),
         Some(Ok(part)) => part.map(Some),

@@ -64,9 +64,7 @@ async fn conditional_writes_are_kept() {
     let s = &w.store;
     let PutOutcome::Written { etag: first } = s.put_if_absent("head", "1".into()).await.unwrap() else { panic!() };
     assert_eq!(s.put_if_absent("head", "2".into()).await.unwrap(), PutOutcome::Refused);
-    let PutOutcome::Written { etag: second } = s.put_if_match("head", "3".into(), &first).await.unwrap() else {
-        panic!()
-    };
+    let PutOutcome::Written { etag: second } = s.put_if_match("head", "3".into(), &first).await.unwrap() else { panic!() };
     assert_ne!(first, second);
     assert_eq!(s.put_if_match("head", "4".into(), &first).await.unwrap(), PutOutcome::Refused);
     assert_eq!(s.get("head", 1).await.unwrap(), "3");
@@ -157,8 +155,7 @@ async fn an_upload_holds_five_parts_at_most_and_a_dropped_one_is_aborted() {
     let store = proxy.store().await;
     let given = Arc::new(AtomicUsize::new(0));
     let source = Source { left: 500 * MIB, given: given.clone(), fails: false };
-    let uploading =
-        tokio::spawn(async move { store.upload_stream("stalled", source, &UploadOptions::default()).await });
+    let uploading = tokio::spawn(async move { store.upload_stream("stalled", source, &UploadOptions::default()).await });
     tokio::time::sleep(Duration::from_secs(2)).await;
     let held = given.load(Ordering::SeqCst) as u64;
     // Four on their way, and the fifth is not begun before there is room.
@@ -202,27 +199,12 @@ async fn a_failed_upload_leaves_nothing() {
 async fn keys_of_any_form_are_listed_in_order_page_by_page() {
     let w = world().await;
     let long = "x".repeat(700);
-    let mut keys: Vec<String> = [
-        "a",
-        "a!b",
-        "a+b c",
-        "a/",
-        "a/b",
-        "a/b/c",
-        "a//b",
-        "a0",
-        "é/ü",
-        "%41",
-        "..",
-        "q/../r",
-        "tab\tnl\n",
-        "\u{1}",
-        "<&>",
-    ]
-    .into_iter()
-    .map(str::to_owned)
-    .chain([format!("{long}/1"), format!("{long}/2"), long.clone(), format!("k/{long}")])
-    .collect();
+    let mut keys: Vec<String> =
+        ["a", "a!b", "a+b c", "a/", "a/b", "a/b/c", "a//b", "a0", "é/ü", "%41", "..", "q/../r", "tab\tnl\n", "\u{1}", "<&>"]
+            .into_iter()
+            .map(str::to_owned)
+            .chain([format!("{long}/1"), format!("{long}/2"), long.clone(), format!("k/{long}")])
+            .collect();
     for key in &keys {
         w.store.put(key, key.clone().into()).await.unwrap();
     }
@@ -244,8 +226,7 @@ async fn keys_of_any_form_are_listed_in_order_page_by_page() {
         }
         assert_eq!(seen, keys, "limit {limit}");
     }
-    let under: Vec<_> =
-        w.store.list("a/", None, 10).await.unwrap().objects.into_iter().map(|object| object.key).collect();
+    let under: Vec<_> = w.store.list("a/", None, 10).await.unwrap().objects.into_iter().map(|object| object.key).collect();
     assert_eq!(under, ["a/", "a//b", "a/b", "a/b/c"]);
 
     w.store.delete_many(&keys).await.unwrap();
@@ -281,9 +262,7 @@ async fn stale_uploads_are_found_and_aborted() {
     let stuck: Vec<_> = (0..2)
         .map(|n| {
             let (store, data) = (store.clone(), vec![0; 9 * MIB]);
-            tokio::spawn(async move {
-                store.upload_stream(&format!("jobs/{n}"), &data[..], &UploadOptions::default()).await
-            })
+            tokio::spawn(async move { store.upload_stream(&format!("jobs/{n}"), &data[..], &UploadOptions::default()).await })
         })
         .collect();
     tokio::time::sleep(Duration::from_secs(1)).await;

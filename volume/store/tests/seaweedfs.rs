@@ -122,7 +122,6 @@ async fn the_client_works_with_seaweedfs() {
     assert!(fetched == data);
     assert_eq!(s.get_range("big", 9 << 20, 100).await.unwrap(), data[9 << 20..(9 << 20) + 100]);
 
-    let wrong =
-        volley_store::StoreConfig { credentials: Some((ACCESS_KEY.into(), "wrong".into())), ..config(&endpoint) };
+    let wrong = volley_store::StoreConfig { credentials: Some((ACCESS_KEY.into(), "wrong".into())), ..config(&endpoint) };
     assert_eq!(Store::connect(&wrong).await.unwrap().get("big", 1).await.unwrap_err().kind(), ErrorKind::Denied);
 }

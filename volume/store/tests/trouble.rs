@@ -24,11 +24,8 @@ async fn a_store_that_is_away_for_a_while_is_waited_for() {
     });
     let began = Instant::now();
     let options = UploadOptions::default();
-    let (put, absent, upload) = tokio::join!(
-        store.put("a", "1".into()),
-        store.put_if_absent("b", "2".into()),
-        store.upload_stream("c", &b"3"[..], &options),
-    );
+    let (put, absent, upload) =
+        tokio::join!(store.put("a", "1".into()), store.put_if_absent("b", "2".into()), store.upload_stream("c", &b"3"[..], &options),);
     put.unwrap();
     assert!(absent.unwrap().is_written());
     upload.unwrap();
@@ -69,9 +66,7 @@ async fn client_errors_are_not_tried_again() {
     let w = world().await;
     let proxy = Proxy::start(w.server.addr()).await;
     let store = proxy.store().await;
-    for (status, kind) in
-        [(400, ErrorKind::Rejected), (403, ErrorKind::Denied), (404, ErrorKind::NotFound), (501, ErrorKind::Rejected)]
-    {
+    for (status, kind) in [(400, ErrorKind::Rejected), (403, ErrorKind::Denied), (404, ErrorKind::NotFound), (501, ErrorKind::Rejected)] {
         proxy.set(Mode::Answer(status));
         let before = proxy.requests();
         let error = store.get("a", 1).await.unwrap_err();
@@ -88,9 +83,7 @@ async fn a_lost_answer_is_not_a_lost_race() {
     let store = proxy.store().await;
 
     proxy.set(Mode::LoseOneAnswer);
-    let PutOutcome::Written { etag } = store.put_if_absent("once", "1".into()).await.unwrap() else {
-        panic!("it was ours")
-    };
+    let PutOutcome::Written { etag } = store.put_if_absent("once", "1".into()).await.unwrap() else { panic!("it was ours") };
     assert_eq!(store.head("once").await.unwrap().etag, etag);
 
     proxy.set(Mode::LoseOneAnswer);
@@ -157,10 +150,7 @@ async fn wrong_credentials_are_refused() {
     for (access, secret) in [(ACCESS_KEY, "wrong"), ("nobody", SECRET_KEY)] {
         let config = StoreConfig { credentials: Some((access.into(), secret.into())), ..config(&w.server.endpoint()) };
         let store = Store::connect(&config).await.unwrap();
-        for error in [
-            store.get("a", 1).await.unwrap_err().to_string(),
-            store.put("b", "1".into()).await.unwrap_err().to_string(),
-        ] {
+        for error in [store.get("a", 1).await.unwrap_err().to_string(), store.put("b", "1".into()).await.unwrap_err().to_string()] {
             assert!(error.contains("access denied") && error.contains("check the access key"), "{error}");
         }
         assert_eq!(store.head("a").await.unwrap_err().kind(), ErrorKind::Denied);
@@ -168,9 +158,7 @@ async fn wrong_credentials_are_refused() {
         assert_eq!(error.kind(), ErrorKind::Denied);
     }
     // Without any signature.
-    for request in
-        ["GET /volley/cell/a", "PUT /volley/cell/b", "GET /", "DELETE /volley/cell/a", "GET /volley?list-type=2"]
-    {
+    for request in ["GET /volley/cell/a", "PUT /volley/cell/b", "GET /", "DELETE /volley/cell/a", "GET /volley?list-type=2"] {
         let mut stream = TcpStream::connect(w.server.addr()).await.unwrap();
         let head = format!("{request} HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\nconnection: close\r\n\r\n");
         stream.write_all(head.as_bytes()).await.unwrap();
@@ -209,15 +197,9 @@ async fn a_restart_keeps_all_that_was_answered_and_nothing_else() {
     let big = w.store.upload_stream("big", &data[..], &UploadOptions::default()).await.unwrap();
     let before = w.store.list("", None, 10).await.unwrap();
     let endpoint = w.server.endpoint();
-    let again = EmbeddedConfig {
-        root: w.dir.path().into(),
-        bind: w.server.addr(),
-        access_key: ACCESS_KEY.into(),
-        secret_key: SECRET_KEY.into(),
-    };
-    let error = EmbeddedServer::start(EmbeddedConfig { bind: "127.0.0.1:0".parse().unwrap(), ..again.clone() })
-        .await
-        .unwrap_err();
+    let again =
+        EmbeddedConfig { root: w.dir.path().into(), bind: w.server.addr(), access_key: ACCESS_KEY.into(), secret_key: SECRET_KEY.into() };
+    let error = EmbeddedServer::start(EmbeddedConfig { bind: "127.0.0.1:0".parse().unwrap(), ..again.clone() }).await.unwrap_err();
     assert!(matches!(error, StartError::InUse { .. }), "{error}");
     w.server.shutdown().await;
 
@@ -296,9 +278,7 @@ async fn bad_configuration_is_named() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_full_disk_is_a_clear_answer_and_passes_when_space_is_freed() {
     let dir = tempfile::tempdir().unwrap();
-    let mount = |args: &[&str]| {
-        std::process::Command::new(args[0]).args(&args[1..]).arg(dir.path()).status().is_ok_and(|s| s.success())
-    };
+    let mount = |args: &[&str]| std::process::Command::new(args[0]).args(&args[1..]).arg(dir.path()).status().is_ok_and(|s| s.success());
     if !mount(&["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs"]) {
         eprintln!("skipped: mounting a small tmpfs is not permitted here");
         return;

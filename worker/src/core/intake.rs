@@ -101,14 +101,7 @@ impl Core {
         }
     }
 
-    pub(super) fn stop_running(
-        &mut self,
-        now_ms: u64,
-        id: BundleId,
-        tasks: Option<&[Run]>,
-        cause: StopCause,
-        out: &mut Vec<Action>,
-    ) {
+    pub(super) fn stop_running(&mut self, now_ms: u64, id: BundleId, tasks: Option<&[Run]>, cause: StopCause, out: &mut Vec<Action>) {
         let Some(bundle) = self.bundles.get(&id) else { return };
         for (slot, current) in (0u32..).zip(&mut self.current) {
             let Some(current) = current else { continue };

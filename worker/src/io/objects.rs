@@ -68,11 +68,9 @@ fn object_error(kind: ErrorKind, error: &dyn std::fmt::Display) -> ObjectError {
         // Denied is the spec's mistake as well: the bucket it names isn't one the cluster may read.
         ErrorKind::NotFound | ErrorKind::Denied => ObjectError::Missing(error.to_string()),
         ErrorKind::Corrupt => ObjectError::Mismatch(error.to_string()),
-        ErrorKind::Precondition
-        | ErrorKind::Unavailable
-        | ErrorKind::TooLarge
-        | ErrorKind::Local
-        | ErrorKind::Rejected => ObjectError::Failed(error.to_string()),
+        ErrorKind::Precondition | ErrorKind::Unavailable | ErrorKind::TooLarge | ErrorKind::Local | ErrorKind::Rejected => {
+            ObjectError::Failed(error.to_string())
+        }
     }
 }
 
@@ -94,11 +92,8 @@ impl Objects for S3Objects {
     async fn upload(&self, key: &str, file: File) -> Result<Moved, ObjectError> {
         let bytes_hint = file.metadata().ok().map(|meta| meta.len());
         let options = UploadOptions { bytes_hint, ..UploadOptions::default() };
-        let done = self
-            .own
-            .upload_stream(key, tokio::fs::File::from_std(file), &options)
-            .await
-            .map_err(|e| ObjectError::Failed(e.to_string()))?;
+        let done =
+            self.own.upload_stream(key, tokio::fs::File::from_std(file), &options).await.map_err(|e| ObjectError::Failed(e.to_string()))?;
         Ok(Moved { bytes: done.bytes, sha256: done.sha256 })
     }
 }

@@ -94,18 +94,17 @@ impl Machine for ProcessMachine {
             // Unchecked: it is a pipe's reading end that doesn't block, for it was just made so.
             Ok((pipe::Receiver::from_owned_fd_unchecked(read)?, write))
         };
-        let ((stdout, stdout_end), (stderr, stderr_end)) =
-            pipe().and_then(|out| Ok((out, pipe()?))).map_err(ExecuteError::Local)?;
+        let ((stdout, stdout_end), (stderr, stderr_end)) = pipe().and_then(|out| Ok((out, pipe()?))).map_err(ExecuteError::Local)?;
         let stdin = match &prepared.task.stdin {
             Some(text) => Some(spawner::memory_file("stdin", text.as_bytes()).map_err(ExecuteError::Local)?),
             None => None,
         };
-        shim.spawn(prepared.spawn.clone(), stdout_end.as_fd(), stderr_end.as_fd(), stdin.as_ref().map(|f| f.as_fd()))
-            .await
-            .map_err(|e| match e {
+        shim.spawn(prepared.spawn.clone(), stdout_end.as_fd(), stderr_end.as_fd(), stdin.as_ref().map(|f| f.as_fd())).await.map_err(
+            |e| match e {
                 SpawnerError::ShimGone => ExecuteError::Lost,
                 other => ExecuteError::Spawner(other.to_string()),
-            })?;
+            },
+        )?;
         Ok(Streams { stdout, stderr })
     }
 

@@ -60,9 +60,7 @@ pub fn start(stack: &mut Stack, spawn: Spawn, stdio: [&OwnedFd; 3]) -> Result<Ru
     };
     let programs = programs(&spawn).ok_or(invalid)?;
     let (argv, env) = (strings(spawn.argv)?, strings(spawn.env)?);
-    let pointers = |list: &[CString]| {
-        list.iter().map(|text| text.as_ptr()).chain(std::iter::once(std::ptr::null())).collect::<Vec<_>>()
-    };
+    let pointers = |list: &[CString]| list.iter().map(|text| text.as_ptr()).chain(std::iter::once(std::ptr::null())).collect::<Vec<_>>();
     let mut plan = Plan {
         argv: pointers(&argv),
         env: pointers(&env),

@@ -93,10 +93,7 @@ impl Shim {
         let mut gone = false;
         let mut orphans = Exited::default();
         loop {
-            let mut waited = [
-                PollFd::new(&running.pidfd, PollFlags::IN),
-                PollFd::new(&self.socket, PollFlags::IN),
-            ];
+            let mut waited = [PollFd::new(&running.pidfd, PollFlags::IN), PollFd::new(&self.socket, PollFlags::IN)];
             let every = rustix::event::Timespec { tv_sec: REAP_EVERY_S, tv_nsec: 0 };
             match rustix::event::poll(&mut waited, Some(&every)) {
                 Ok(0) => {
@@ -262,9 +259,7 @@ fn wait(pid: libc::pid_t, options: libc::c_int, exited: &mut Exited) -> Option<(
         return None;
     }
     if pid > 0 {
-        let micros = |time: libc::timeval| {
-            u64::try_from(time.tv_sec).unwrap_or(0) * 1_000_000 + u64::try_from(time.tv_usec).unwrap_or(0)
-        };
+        let micros = |time: libc::timeval| u64::try_from(time.tv_sec).unwrap_or(0) * 1_000_000 + u64::try_from(time.tv_usec).unwrap_or(0);
         exited.cpu_us += micros(usage.ru_utime) + micros(usage.ru_stime);
         let resident = u64::try_from(usage.ru_maxrss).unwrap_or(0) * 1024;
         exited.memory_bytes_max = exited.memory_bytes_max.max(resident);

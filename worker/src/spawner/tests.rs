@@ -144,8 +144,7 @@ async fn nothing_outlives_the_worker_however_it_dies() {
     while text[..len].iter().filter(|b| **b == b'\n').count() < 2 {
         len += out.read(&mut text[len..]).expect("pids");
     }
-    let pids: Vec<i32> =
-        String::from_utf8_lossy(&text[..len]).lines().map(|line| line.parse().expect("a pid")).collect();
+    let pids: Vec<i32> = String::from_utf8_lossy(&text[..len]).lines().map(|line| line.parse().expect("a pid")).collect();
     let zygote = spawner.pid().cast_signed();
     // What the kernel does when the worker is killed: its ends of the sockets close.
     drop((shim, spawner));

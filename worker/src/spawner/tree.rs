@@ -57,10 +57,7 @@ fn running(stat: &str) -> Option<libc::pid_t> {
 
 /// The number behind `oom_kill` in memory.events (v2) or memory.oom_control (v1).
 pub fn oom_kills(text: &[u8]) -> u64 {
-    String::from_utf8_lossy(text)
-        .lines()
-        .find_map(|line| line.strip_prefix("oom_kill ")?.trim().parse().ok())
-        .unwrap_or(0)
+    String::from_utf8_lossy(text).lines().find_map(|line| line.strip_prefix("oom_kill ")?.trim().parse().ok()).unwrap_or(0)
 }
 
 #[cfg(test)]

@@ -85,11 +85,7 @@ fn make_shim(zygote_socket: &OwnedFd, request: MakeShim, socket: OwnedFd) {
     let pid = unsafe { libc::fork() };
     if pid < 0 {
         let error = std::io::Error::last_os_error();
-        let _ = packet::send(
-            socket.as_fd(),
-            &volley_jobspecs::wire::encode(&Reply::Broken(format!("fork: {error}"))),
-            &[],
-        );
+        let _ = packet::send(socket.as_fd(), &volley_jobspecs::wire::encode(&Reply::Broken(format!("fork: {error}"))), &[]);
         return;
     }
     if pid > 0 {

@@ -248,8 +248,7 @@ impl World {
 
     pub async fn order(&mut self, orders: Vec<Order>) {
         self.number += 1;
-        let message =
-            WorkMessage { incarnation: self.incarnation(), term: Term(1), number: self.number, orders };
+        let message = WorkMessage { incarnation: self.incarnation(), term: Term(1), number: self.number, orders };
         let incoming = Incoming { bytes: wire::encode(&message).into(), reply: Some("r".into()), trace: TRACE.parse().ok() };
         let sender = state(&self.bus).work.lock().unwrap().clone().unwrap();
         sender.send(incoming).await.unwrap();

@@ -44,16 +44,14 @@ pub struct PageArgs {
 }
 
 fn job_state(text: &str) -> Result<JobState, String> {
-    serde_json::from_value(text.into())
-        .map_err(|_| "one of queued, running, paused, ending, succeeded, failed, cancelled".to_owned())
+    serde_json::from_value(text.into()).map_err(|_| "one of queued, running, paused, ending, succeeded, failed, cancelled".to_owned())
 }
 
 /// Carries it out.
 pub async fn run(ctx: &Ctx, args: Args) -> Result<Exit, CliError> {
     let client = ctx.client()?;
     let limit = if args.page.all { PAGE_ROWS_MAX } else { args.page.limit };
-    let mut query =
-        JobsQuery { state: args.state, name: args.name, labels: args.labels, limit: Some(limit), after: args.page.after };
+    let mut query = JobsQuery { state: args.state, name: args.name, labels: args.labels, limit: Some(limit), after: args.page.after };
     if !args.page.all {
         let page = client.jobs(&query).await?;
         ctx.out.show(&page, || jobs_table(&page.rows, Timestamp::now()))?;

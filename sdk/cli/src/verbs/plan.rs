@@ -47,8 +47,7 @@ pub async fn run(ctx: &Ctx, args: Args) -> Result<Exit, CliError> {
     }
     let plan = plan(&loaded, args.show)?;
     let (first, last): (Vec<_>, Vec<_>) = plan.shown.iter().partition(|shown| shown.index < args.show);
-    let (first, last): (Vec<_>, Vec<_>) =
-        (first.into_iter().map(Shown::json).collect(), last.into_iter().map(Shown::json).collect());
+    let (first, last): (Vec<_>, Vec<_>) = (first.into_iter().map(Shown::json).collect(), last.into_iter().map(Shown::json).collect());
     ctx.out.show(&json!({ "tasks": plan.tasks, "first": first, "last": last }), || match plan.tasks {
         Some(tasks) => tasks_text(name, tasks, first.iter().chain(&last)),
         None => format!(
@@ -140,8 +139,7 @@ fn from_file(job: &ValidJob, path: &Path, show: u64) -> Result<(u64, Vec<Shown>)
 }
 
 fn tasks_of(job: &ValidJob, page: Page) -> Result<Vec<Shown>, CliError> {
-    let internal =
-        |error: volley_jobspecs::pages::PageError| CliError::Usage(format!("a page of items can't be read back: {error}"));
+    let internal = |error: volley_jobspecs::pages::PageError| CliError::Usage(format!("a page of items can't be read back: {error}"));
     let (first, count) = (page.entry.first, page.entry.count);
     let loaded = LoadedPage::new(&page.entry, page.bytes).map_err(internal)?;
     (first..first + count).map(|index| resolve(job, loaded.item(index).map_err(internal)?, u64::from(index))).collect()
@@ -197,8 +195,7 @@ fn task_text(task: &Value) -> String {
     pairs.extend(env.map(|(key, value)| ("  env", shown(&format!("{key}={}", plain(value))))));
     pairs.push(("  stdin", field("stdin")));
     pairs.push(("  workdir", field("workdir")));
-    pairs
-        .extend(list("inputs").map(|input| ("  input", shown(&format!("{} <- {}", plain(&input["path"]), plain(&input["from"]))))));
+    pairs.extend(list("inputs").map(|input| ("  input", shown(&format!("{} <- {}", plain(&input["path"]), plain(&input["from"]))))));
     pairs.extend(list("outputs").map(|output| ("  output", shown(&plain(output)))));
     fields(&pairs)
 }

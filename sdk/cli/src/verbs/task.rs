@@ -55,8 +55,7 @@ fn text(task: &TaskView, attempts: &[AttemptView]) -> String {
             clean::line(attempt.message.as_deref().unwrap_or_default(), 80),
         ]
     };
-    let header =
-        ["TRY", "STATE", "CLASS", "CODE", "WORKER", "ISOLATION", "WAITED", "PREPARED", "RAN", "SAVED", "MEMORY", "MESSAGE"];
+    let header = ["TRY", "STATE", "CLASS", "CODE", "WORKER", "ISOLATION", "WAITED", "PREPARED", "RAN", "SAVED", "MEMORY", "MESSAGE"];
     text.push_str(&format!("\n{}", table(&header, attempts.iter().map(row).collect())));
     if let Some(last) = attempts.last() {
         tail(&mut text, "stdout", last.stdout_tail.as_deref(), last.stdout_bytes);

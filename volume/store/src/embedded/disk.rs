@@ -188,13 +188,7 @@ impl Disk {
     }
 
     /// Makes `temp`, which holds the object's bytes, the object, if the condition holds. On return it is durable.
-    pub(super) fn commit(
-        &self,
-        mut temp: TempFile,
-        bucket: &str,
-        trailer: &Trailer,
-        when: &Condition,
-    ) -> Result<(), DiskError> {
+    pub(super) fn commit(&self, mut temp: TempFile, bucket: &str, trailer: &Trailer, when: &Condition) -> Result<(), DiskError> {
         object_file::write_trailer(&mut temp.file, trailer)?;
         temp.file.sync_all()?;
         let _present = self.buckets.read().unwrap_or_else(PoisonError::into_inner);

@@ -181,10 +181,7 @@ async fn accept(listener: TcpListener, service: S3Service, stop: CancellationTok
     }
 }
 
-async fn accept_one(
-    listener: &TcpListener,
-    places: &Arc<Semaphore>,
-) -> std::io::Result<(TcpStream, tokio::sync::OwnedSemaphorePermit)> {
+async fn accept_one(listener: &TcpListener, places: &Arc<Semaphore>) -> std::io::Result<(TcpStream, tokio::sync::OwnedSemaphorePermit)> {
     let place = places.clone().acquire_owned().await.map_err(std::io::Error::other)?;
     let (stream, _peer) = listener.accept().await?;
     // Answers are small and waited for.

@@ -42,8 +42,7 @@ pub(super) struct Trailer {
 pub(super) fn write_trailer(file: &mut File, trailer: &Trailer) -> io::Result<()> {
     let mut tail = serde_json::to_vec(trailer)?;
     let length = u32::try_from(tail.len()).ok().filter(|length| *length as usize <= TRAILER_BYTES_MAX);
-    let length =
-        length.ok_or_else(|| io::Error::new(io::ErrorKind::InvalidInput, "more metadata than an object may have"))?;
+    let length = length.ok_or_else(|| io::Error::new(io::ErrorKind::InvalidInput, "more metadata than an object may have"))?;
     let crc = crc32fast::hash(&tail);
     tail.extend(crc.to_le_bytes());
     tail.extend(length.to_le_bytes());
@@ -55,8 +54,7 @@ pub(super) fn write_trailer(file: &mut File, trailer: &Trailer) -> io::Result<()
 pub(super) fn read_trailer(file: &File) -> io::Result<Trailer> {
     let total = file.metadata()?.len();
     let tail = read_tail(file, total, TAIL_BYTES)?;
-    let (rest, footer) =
-        tail.split_at_checked(tail.len().wrapping_sub(FOOTER_BYTES)).ok_or_else(|| damaged("too short"))?;
+    let (rest, footer) = tail.split_at_checked(tail.len().wrapping_sub(FOOTER_BYTES)).ok_or_else(|| damaged("too short"))?;
     let field = |at: usize| footer.get(at..at + 4).and_then(|bytes| bytes.try_into().ok()).map(u32::from_le_bytes);
     let (Some(crc), Some(length)) = (field(0), field(4)) else { return Err(damaged("too short")) };
     if !footer.ends_with(MAGIC) {

@@ -72,11 +72,8 @@ impl S3 for Service {
 
     async fn list_buckets(&self, _req: S3Request<ListBucketsInput>) -> Answer<ListBucketsOutput> {
         let buckets = self.blocking(|disk| disk.buckets()).await?;
-        let buckets = buckets.into_iter().map(|(name, made)| Bucket {
-            name: Some(name),
-            creation_date: Some(made.into()),
-            ..Bucket::default()
-        });
+        let buckets =
+            buckets.into_iter().map(|(name, made)| Bucket { name: Some(name), creation_date: Some(made.into()), ..Bucket::default() });
         Ok(S3Response::new(ListBucketsOutput { buckets: Some(buckets.collect()), ..ListBucketsOutput::default() }))
     }
 
@@ -115,10 +112,8 @@ impl S3 for Service {
             })
             .await?;
         check_read(&trailer, if_match.as_ref(), if_none_match.as_ref())?;
-        let span =
-            span.ok_or_else(|| s3_error!(InvalidRange, "The range lies past the object's {} bytes.", trailer.bytes))?;
-        let content_range =
-            range.map(|_| format!("bytes {}-{}/{}", span.start, span.end.saturating_sub(1), trailer.bytes));
+        let span = span.ok_or_else(|| s3_error!(InvalidRange, "The range lies past the object's {} bytes.", trailer.bytes))?;
+        let content_range = range.map(|_| format!("bytes {}-{}/{}", span.start, span.end.saturating_sub(1), trailer.bytes));
         let bytes = span.end - span.start;
         let body = match inline {
             Some(bytes) => StreamingBlob::from(Body::from(Bytes::from(bytes))),
@@ -171,9 +166,7 @@ impl S3 for Service {
         }
         let quiet = delete.quiet == Some(true);
         let (gone, kept) = self.blocking(move |disk| delete_each(disk, &bucket, delete.objects)).await?;
-        let deleted = (!quiet).then(|| {
-            gone.into_iter().map(|key| DeletedObject { key: Some(key), ..DeletedObject::default() }).collect()
-        });
+        let deleted = (!quiet).then(|| gone.into_iter().map(|key| DeletedObject { key: Some(key), ..DeletedObject::default() }).collect());
         let errors = (!kept.is_empty()).then_some(kept);
         Ok(S3Response::new(DeleteObjectsOutput { deleted, errors, ..DeleteObjectsOutput::default() }))
     }
@@ -197,10 +190,7 @@ impl S3 for Service {
         Ok(S3Response::new(listing(input, page, limit)))
     }
 
-    async fn create_multipart_upload(
-        &self,
-        req: S3Request<CreateMultipartUploadInput>,
-    ) -> Answer<CreateMultipartUploadOutput> {
+    async fn create_multipart_upload(&self, req: S3Request<CreateMultipartUploadInput>) -> Answer<CreateMultipartUploadOutput> {
         let input = req.input;
         let upload = Upload {
             bucket: input.bucket.clone(),
@@ -234,17 +224,12 @@ impl S3 for Service {
         Ok(S3Response::new(UploadPartOutput { e_tag: Some(ETag::Strong(etag)), ..UploadPartOutput::default() }))
     }
 
-    async fn complete_multipart_upload(
-        &self,
-        req: S3Request<CompleteMultipartUploadInput>,
-    ) -> Answer<CompleteMultipartUploadOutput> {
+    async fn complete_multipart_upload(&self, req: S3Request<CompleteMultipartUploadInput>) -> Answer<CompleteMultipartUploadOutput> {
         let input = req.input;
         let when = condition(input.if_match, input.if_none_match)?;
         let parts = input.multipart_upload.and_then(|upload| upload.parts).unwrap_or_default();
-        let parts: Vec<(i32, String)> = parts
-            .into_iter()
-            .map(|part| (part.part_number.unwrap_or(0), part.e_tag.map(ETag::into_value).unwrap_or_default()))
-            .collect();
+        let parts: Vec<(i32, String)> =
+            parts.into_iter().map(|part| (part.part_number.unwrap_or(0), part.e_tag.map(ETag::into_value).unwrap_or_default())).collect();
         let (bucket, key, id) = (input.bucket.clone(), input.key.clone(), input.upload_id);
         let trailer = self.blocking(move |disk| disk.complete_upload(&bucket, &key, &id, &parts, &when)).await?;
         Ok(S3Response::new(CompleteMultipartUploadOutput {
@@ -256,10 +241,7 @@ impl S3 for Service {
         }))
     }
 
-    async fn abort_multipart_upload(
-        &self,
-        req: S3Request<AbortMultipartUploadInput>,
-    ) -> Answer<AbortMultipartUploadOutput> {
+    async fn abort_multipart_upload(&self, req: S3Request<AbortMultipartUploadInput>) -> Answer<AbortMultipartUploadOutput> {
         let AbortMultipartUploadInput { bucket, key, upload_id, .. } = req.input;
         self.blocking(move |disk| disk.abort_upload(&bucket, &key, &upload_id)).await?;
         Ok(S3Response::new(AbortMultipartUploadOutput::default()))
@@ -299,10 +281,7 @@ impl S3 for Service {
         }))
     }
 
-    async fn list_multipart_uploads(
-        &self,
-        req: S3Request<ListMultipartUploadsInput>,
-    ) -> Answer<ListMultipartUploadsOutput> {
+    async fn list_multipart_uploads(&self, req: S3Request<ListMultipartUploadsInput>) -> Answer<ListMultipartUploadsOutput> {
         let input = req.input;
         let limit = page_size(input.max_uploads)?;
         let prefix = input.prefix.clone().unwrap_or_default();
@@ -350,11 +329,7 @@ fn read_span(file: &File, span: &std::ops::Range<u64>) -> std::io::Result<Vec<u8
     Ok(bytes)
 }
 
-fn delete_each(
-    disk: &Disk,
-    bucket: &str,
-    objects: Vec<ObjectIdentifier>,
-) -> Result<(Vec<String>, Vec<s3s::dto::Error>), DiskError> {
+fn delete_each(disk: &Disk, bucket: &str, objects: Vec<ObjectIdentifier>) -> Result<(Vec<String>, Vec<s3s::dto::Error>), DiskError> {
     disk.bucket(bucket)?;
     let (mut gone, mut kept) = (Vec::new(), Vec::new());
     for object in objects {

@@ -21,9 +21,7 @@ impl Service {
         let mut gathered = 0;
         if let Some(mut body) = body {
             while let Some(chunk) = body.next().await {
-                let chunk = chunk.map_err(|error| {
-                    s3_error!(IncompleteBody, "The body broke off or is not what was signed: {error}")
-                })?;
+                let chunk = chunk.map_err(|error| s3_error!(IncompleteBody, "The body broke off or is not what was signed: {error}"))?;
                 gathered += chunk.len();
                 spool.pending.push(chunk);
                 if gathered >= SPOOL_BYTES {

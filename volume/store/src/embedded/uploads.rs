@@ -93,14 +93,7 @@ impl Disk {
     }
 
     /// Keeps a part, replacing an earlier one of the same number.
-    pub(super) fn commit_part(
-        &self,
-        mut temp: TempFile,
-        bucket: &str,
-        id: &str,
-        number: i32,
-        trailer: &Trailer,
-    ) -> Result<(), DiskError> {
+    pub(super) fn commit_part(&self, mut temp: TempFile, bucket: &str, id: &str, number: i32, trailer: &Trailer) -> Result<(), DiskError> {
         object_file::write_trailer(&mut temp.file, trailer)?;
         // The slow part of making it durable, outside the lock.
         temp.file.sync_all()?;
@@ -143,10 +136,7 @@ impl Disk {
             let file = File::open(dir.join(part_name(number)))?;
             let copied = io::copy(&mut file.take(part.bytes), &mut temp.file)?;
             if copied != part.bytes {
-                return Err(DiskError::Io(io::Error::new(
-                    io::ErrorKind::UnexpectedEof,
-                    "a part is shorter than it was",
-                )));
+                return Err(DiskError::Io(io::Error::new(io::ErrorKind::UnexpectedEof, "a part is shorter than it was")));
             }
             bytes += copied;
             tags.update(part.etag.as_bytes());
@@ -201,10 +191,7 @@ fn check_parts(dir: &Path, parts: &[(i32, String)]) -> Result<Vec<(i32, Trailer)
             return bad(format!("part {number} has another entity tag"));
         }
         if at + 1 < parts.len() && trailer.bytes < PART_BYTES_MIN {
-            return bad(format!(
-                "part {number} has {} bytes: all but the last have at least {PART_BYTES_MIN}",
-                trailer.bytes
-            ));
+            return bad(format!("part {number} has {} bytes: all but the last have at least {PART_BYTES_MIN}", trailer.bytes));
         }
         checked.push((*number, trailer));
     }

@@ -280,14 +280,8 @@ mod tests {
     use crate::embedded::disk::{Condition, Disk};
 
     fn put(disk: &Disk, key: &str) {
-        let trailer = Trailer {
-            key: key.to_owned(),
-            bytes: 0,
-            etag: "e".to_owned(),
-            modified_ms: 0,
-            content_type: None,
-            metadata: BTreeMap::new(),
-        };
+        let trailer =
+            Trailer { key: key.to_owned(), bytes: 0, etag: "e".to_owned(), modified_ms: 0, content_type: None, metadata: BTreeMap::new() };
         disk.commit(disk.temp_file().unwrap(), "bucket", &trailer, &Condition::default()).unwrap();
     }
 
@@ -323,9 +317,7 @@ mod tests {
             1 => Just("x".repeat(250)),
             1 => Just("é".repeat(70)),
         ];
-        prop::collection::vec(segment, 1..4)
-            .prop_map(|segments| segments.join("/"))
-            .prop_filter("not empty", |key| !key.is_empty())
+        prop::collection::vec(segment, 1..4).prop_map(|segments| segments.join("/")).prop_filter("not empty", |key| !key.is_empty())
     }
 
     proptest! {

@@ -29,11 +29,7 @@ pub async fn serve(root: &Path) -> EmbeddedServer {
 pub fn config(endpoint: &str) -> StoreConfig {
     StoreConfig {
         prefix: "cell".into(),
-        retry: Retry {
-            backoff_first: Duration::from_millis(20),
-            backoff_max: Duration::from_millis(200),
-            ..Retry::default()
-        },
+        retry: Retry { backoff_first: Duration::from_millis(20), backoff_max: Duration::from_millis(200), ..Retry::default() },
         ..StoreConfig::new(endpoint, "volley", ACCESS_KEY, SECRET_KEY)
     }
 }
@@ -105,12 +101,7 @@ impl Proxy {
 }
 
 /// One request per connection.
-async fn handle(
-    mut client: TcpStream,
-    upstream: SocketAddr,
-    shared: Arc<Mutex<Mode>>,
-    count: Arc<AtomicUsize>,
-) -> Option<()> {
+async fn handle(mut client: TcpStream, upstream: SocketAddr, shared: Arc<Mutex<Mode>>, count: Arc<AtomicUsize>) -> Option<()> {
     let request = read_request(&mut client).await?;
     count.fetch_add(1, Ordering::SeqCst);
     let head = String::from_utf8_lossy(&request[..request.len().min(4096)]).into_owned();
@@ -162,8 +153,7 @@ async fn read_request(client: &mut TcpStream) -> Option<Vec<u8>> {
         }
     };
     let text = String::from_utf8_lossy(&request[..head]).to_lowercase();
-    let length =
-        text.lines().find_map(|line| line.strip_prefix("content-length:")?.trim().parse::<usize>().ok()).unwrap_or(0);
+    let length = text.lines().find_map(|line| line.strip_prefix("content-length:")?.trim().parse::<usize>().ok()).unwrap_or(0);
     if text.contains("expect: 100-continue") {
         client.write_all(b"HTTP/1.1 100 Continue\r\n\r\n").await.ok()?;
     }

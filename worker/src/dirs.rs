@@ -2,15 +2,17 @@
 //!
 //! Owns making and emptying them. They are reused when a task left them empty and as they were: making and removing directories
 //! costs as much as starting a process, and even looking into them is a tenth of it, so they are looked at once an attempt. Does not
-//! own what is put in (`prepare`) or kept (`persist`).
+//! own how it is seen that nothing changed (`seen`), what is put in (`prepare`) or kept (`persist`).
+
+mod seen;
 
 use std::fs;
 use std::io;
-use std::mem::MaybeUninit;
 use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
 use std::path::{Path, PathBuf};
+use std::time::Instant;
 
-use rustix::fs::{Mode, OFlags, RawDir};
+use seen::Seen;
 
 /// Mode of a task's directories: its own user only.
 const MODE: u32 = 0o700;
@@ -33,22 +35,21 @@ pub struct Full {
     pub files: u64,
 }
 
-/// Room for the entries of a directory that are read at once, in bytes: an empty one has two.
-const ENTRIES_BYTES: usize = 1024;
-
 /// A slot's directories.
 #[derive(Debug, Clone)]
 pub struct Dirs {
     root: PathBuf,
     owner: Option<(u32, u32)>,
     clean: bool,
+    lent: Instant,
+    seen: [Option<Seen>; 3],
 }
 
 impl Dirs {
     /// The directories below `root`, to belong to `owner` if one is given.
     #[must_use]
     pub fn new(root: PathBuf, owner: Option<(u32, u32)>) -> Self {
-        Self { root, owner, clean: false }
+        Self { root, owner, clean: false, lent: Instant::now(), seen: [None; 3] }
     }
 
     /// Where the task starts, its HOME.
@@ -75,6 +76,10 @@ impl Dirs {
         self.owner
     }
 
+    fn all(&self) -> [PathBuf; 3] {
+        [self.work(), self.out(), self.tmp()]
+    }
+
     /// Makes all of them, empty. Costs nothing when they are known to be so.
     ///
     /// # Errors
@@ -83,8 +88,8 @@ impl Dirs {
         if self.clean {
             return Ok(());
         }
-        for dir in [self.work(), self.out(), self.tmp()] {
-            if !self.is_fresh(&dir) {
+        for dir in self.all() {
+            if seen::look(&dir, MODE, self.owner).is_none() {
                 remove_all(&dir).map_err(|e| with_path(&dir, &e))?;
                 self.make_dir(&dir).map_err(|e| with_path(&dir, &e))?;
             }
@@ -96,11 +101,15 @@ impl Dirs {
     /// From now on something may write into them.
     pub fn lend(&mut self) {
         self.clean = false;
+        self.lent = Instant::now();
     }
 
     /// Nothing writes into them any more: looks whether all of them are there, empty, and as they were made.
     pub fn settle(&mut self) -> bool {
-        self.clean = self.clean || [self.work(), self.out(), self.tmp()].iter().all(|dir| self.is_fresh(dir));
+        if !self.clean {
+            let (lent, owner, all) = (self.lent, self.owner, self.all());
+            self.clean = self.seen.iter_mut().zip(all).all(|(seen, dir)| Seen::still(seen, &dir, lent, || seen::look(&dir, MODE, owner)));
+        }
         self.clean
     }
 
@@ -151,24 +160,6 @@ impl Dirs {
             std::os::unix::fs::lchown(dir, Some(uid), Some(gid))?;
         }
         Ok(())
-    }
-
-    fn is_fresh(&self, dir: &Path) -> bool {
-        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-        let Ok(open) = rustix::fs::open(dir, flags, Mode::empty()) else { return false };
-        let Ok(stat) = rustix::fs::fstat(&open) else { return false };
-        let owned = self.owner.is_none_or(|owner| (stat.st_uid, stat.st_gid) == owner);
-        if !owned || stat.st_mode & 0o7777 != MODE {
-            return false;
-        }
-        let mut buffer = [MaybeUninit::uninit(); ENTRIES_BYTES];
-        let mut entries = RawDir::new(open, &mut buffer);
-        while let Some(entry) = entries.next() {
-            if !entry.is_ok_and(|entry| entry.file_name() == c"." || entry.file_name() == c"..") {
-                return false;
-            }
-        }
-        true
     }
 }
 

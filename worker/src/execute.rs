@@ -3,9 +3,11 @@
 //! Owns reading its streams, live output, and passing stops on. Does not own deadlines (`attempt`) or how anything is killed
 //! (`runtime`).
 
+use std::os::fd::OwnedFd;
 use std::time::Duration;
 
 use tokio::net::unix::pipe;
+use tokio::time::Interval;
 use volley_jobspecs::failure::FailureClass;
 
 use crate::capture::Capture;
@@ -18,6 +20,11 @@ use crate::stop::StopSignal;
 
 /// Bytes read at a time: a pipe's whole buffer.
 const READ_BYTES: usize = 64 * 1024;
+/// Bytes of the first read after a task has ended: most of those that were never watched wrote a line or nothing.
+const FIRST_READ_BYTES: usize = 4 * 1024;
+/// How often a slot looks whether its task's streams want to be watched: so long at most a task that fills its pipes at once waits, and
+/// what it writes is shown later. Far below what a person notices; far above what the shortest tasks take.
+pub const LOOK_EVERY: Duration = Duration::from_millis(10);
 /// How long what is left in the pipes is read once everything is dead. There is no writer left then, unless a descriptor was handed
 /// to a process that isn't the task's.
 const DRAIN_TIME: Duration = Duration::from_secs(2);
@@ -87,13 +94,15 @@ pub struct Executed {
     pub stderr: Capture,
 }
 
-/// Runs the command in a machine that was restored for it. `bytes_max` bounds what is kept of each stream.
+/// Runs the command in a machine that was restored for it. `bytes_max` bounds what is kept of each stream; `looks` says when streams
+/// that are not watched yet begin to be.
 pub async fn execute<M: Machine, B: Bus>(
     machine: &mut M,
     prepared: &Prepared,
     stop: &mut StopSignal,
     live: &LiveOutput<B>,
     bytes_max: usize,
+    looks: &mut Interval,
 ) -> Executed {
     let mut executed = Executed { exit: Err(ExecuteError::Lost), stdout: Capture::new(bytes_max), stderr: Capture::new(bytes_max) };
     let Streams { stdout, stderr } = match machine.start(prepared).await {
@@ -104,58 +113,117 @@ pub async fn execute<M: Machine, B: Bus>(
         }
     };
     let mut readers = (Reader::new(stdout, false), Reader::new(stderr, true));
+    let mut watched = false;
     executed.exit = loop {
         tokio::select! {
             biased;
             force = stop.next() => machine.stop(force).await,
-            more = readers.0.read(&mut executed.stdout, live), if readers.0.open => readers.0.open = more,
-            more = readers.1.read(&mut executed.stderr, live), if readers.1.open => readers.1.open = more,
+            () = readers.0.read(&mut executed.stdout, live), if readers.0.is_watched() => {}
+            () = readers.1.read(&mut executed.stderr, live), if readers.1.is_watched() => {}
             exit = machine.wait() => break exit,
+            _ = looks.tick(), if !watched => {
+                watched = true;
+                readers.0.watch();
+                readers.1.watch();
+            }
         }
     };
-    let drain = async {
-        while readers.0.open {
-            readers.0.open = readers.0.read(&mut executed.stdout, live).await;
+    readers.0.take(&mut executed.stdout, live).await;
+    readers.1.take(&mut executed.stderr, live).await;
+    if readers.0.is_watched() || readers.1.is_watched() {
+        let drain = async {
+            readers.0.drain(&mut executed.stdout, live).await;
+            readers.1.drain(&mut executed.stderr, live).await;
+        };
+        if tokio::time::timeout(DRAIN_TIME, drain).await.is_err() {
+            tracing::warn!("a stream of the task is still held open by a process that isn't its own; it was cut off");
         }
-        while readers.1.open {
-            readers.1.open = readers.1.read(&mut executed.stderr, live).await;
-        }
-    };
-    if tokio::time::timeout(DRAIN_TIME, drain).await.is_err() {
-        tracing::warn!("a stream of the task is still held open by a process that isn't its own; it was cut off");
     }
     executed
 }
 
+/// A pipe that is read. Being told when there is something costs more than a short task's whole output, so it begins unwatched.
+enum Source {
+    Unwatched(OwnedFd),
+    Watched(pipe::Receiver),
+    Ended,
+}
+
 struct Reader {
-    pipe: pipe::Receiver,
+    source: Source,
     stderr: bool,
-    open: bool,
     buffer: Vec<u8>,
 }
 
 impl Reader {
-    fn new(pipe: pipe::Receiver, stderr: bool) -> Self {
-        Self { pipe, stderr, open: true, buffer: Vec::new() }
+    fn new(pipe: OwnedFd, stderr: bool) -> Self {
+        Self { source: Source::Unwatched(pipe), stderr, buffer: Vec::new() }
     }
 
-    /// Reads once; false at the end. Cancel-safe: what was read is captured before anything is awaited.
-    async fn read<B: Bus>(&mut self, capture: &mut Capture, live: &LiveOutput<B>) -> bool {
-        // Only when there is something: most tasks of a large job write nothing at all.
-        if self.pipe.readable().await.is_err() {
-            return false;
+    fn is_watched(&self) -> bool {
+        matches!(self.source, Source::Watched(_))
+    }
+
+    /// From now on [`Reader::read`] is told when there is something.
+    fn watch(&mut self) {
+        self.source = match std::mem::replace(&mut self.source, Source::Ended) {
+            // Unchecked: the machine says what it is.
+            Source::Unwatched(pipe) => match pipe::Receiver::from_owned_fd_unchecked(pipe) {
+                Ok(pipe) => Source::Watched(pipe),
+                Err(why) => {
+                    tracing::error!(%why, "a stream of the task can't be watched and is lost; check the limit on open files");
+                    Source::Ended
+                }
+            },
+            other => other,
+        };
+    }
+
+    /// Waits until there is something and reads it. Cancel-safe: what was read is captured before anything else is awaited.
+    async fn read<B: Bus>(&mut self, capture: &mut Capture, live: &LiveOutput<B>) {
+        let Source::Watched(pipe) = &self.source else { return };
+        if pipe.readable().await.is_err() {
+            self.source = Source::Ended;
+            return;
         }
-        self.buffer.clear();
-        self.buffer.reserve(READ_BYTES);
-        match self.pipe.try_read_buf(&mut self.buffer) {
-            Ok(0) => false,
-            Ok(_) => {
-                let offset = capture.total();
-                capture.push(&self.buffer);
-                live.send(self.stderr, offset, &self.buffer).await;
-                true
+        self.buffer.resize(READ_BYTES, 0);
+        match pipe.try_read(&mut self.buffer) {
+            Ok(bytes) => self.got(bytes, capture, live).await,
+            Err(e) if e.kind() == std::io::ErrorKind::WouldBlock => {}
+            Err(_) => self.source = Source::Ended,
+        }
+    }
+
+    /// Reads what an unwatched pipe holds now.
+    async fn take<B: Bus>(&mut self, capture: &mut Capture, live: &LiveOutput<B>) {
+        while let Source::Unwatched(pipe) = &self.source {
+            let room = if self.buffer.is_empty() { FIRST_READ_BYTES } else { READ_BYTES };
+            self.buffer.resize(room, 0);
+            match rustix::io::read(pipe, &mut self.buffer) {
+                Ok(bytes) => self.got(bytes, capture, live).await,
+                Err(rustix::io::Errno::INTR) => {}
+                // Somebody still has the other end: to be waited for.
+                Err(rustix::io::Errno::AGAIN) => self.watch(),
+                Err(_) => self.source = Source::Ended,
             }
-            Err(e) => e.kind() == std::io::ErrorKind::WouldBlock,
         }
+    }
+
+    /// Reads to the end.
+    async fn drain<B: Bus>(&mut self, capture: &mut Capture, live: &LiveOutput<B>) {
+        while self.is_watched() {
+            self.read(capture, live).await;
+        }
+    }
+
+    async fn got<B: Bus>(&mut self, bytes: usize, capture: &mut Capture, live: &LiveOutput<B>) {
+        let read = self.buffer.get(..bytes).unwrap_or_default();
+        if read.is_empty() {
+            self.source = Source::Ended;
+            return;
+        }
+        let offset = capture.total();
+        capture.push(read);
+        live.send(self.stderr, offset, read).await;
     }
 }

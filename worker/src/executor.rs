@@ -10,6 +10,7 @@ use std::time::Instant;
 
 use futures::FutureExt;
 use tokio::sync::{mpsc, watch};
+use tokio::time::{Interval, MissedTickBehavior};
 use tracing::Instrument;
 use volley_jobspecs::failure::FailureClass;
 use volley_jobspecs::ids::AttemptName;
@@ -18,7 +19,7 @@ use volley_jobspecs::wire::report::Usage;
 use crate::attempt::{Outcome, Progress};
 use crate::core::Input;
 use crate::dirs::{self, Dirs, Full};
-use crate::execute::{ExecuteError, Executed, execute};
+use crate::execute::{ExecuteError, Executed, LOOK_EVERY, execute};
 use crate::inputs::Inputs;
 use crate::job::{Job, Pages};
 use crate::live::{LiveOutput, Watched};
@@ -74,6 +75,7 @@ pub struct Executor<B, O> {
     dirs: Dirs,
     generation: u32,
     laps: Laps,
+    looks: Interval,
 }
 
 /// Times stages: one reading of the clock each.
@@ -102,7 +104,9 @@ impl<B: Bus, O: Objects> Executor<B, O> {
     #[must_use]
     pub fn new(slot: u32, shared: Shared<B, O>, machine: ProcessMachine, stop: StopSignal) -> Self {
         let dirs = Dirs::new(shared.dir.join(slot.to_string()), shared.owner);
-        Self { slot, shared, machine, stop, dirs, generation: 0, laps: Laps::begin() }
+        let mut looks = tokio::time::interval(LOOK_EVERY);
+        looks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        Self { slot, shared, machine, stop, dirs, generation: 0, laps: Laps::begin(), looks }
     }
 
     /// Runs attempts until the driver is gone.
@@ -197,8 +201,9 @@ impl<B: Bus, O: Objects> Executor<B, O> {
         self.say(name, Progress::Started { grace_ms: prepared.grace_ms }).await;
         let live = LiveOutput { bus: self.shared.bus.clone(), watched: self.shared.watched.clone(), name: *name };
         let bytes_max = self.shared.stream_bytes_max;
-        let executed =
-            execute(&mut self.machine, &prepared, &mut self.stop, &live, bytes_max).instrument(tracing::debug_span!("execute")).await;
+        let executed = execute(&mut self.machine, &prepared, &mut self.stop, &live, bytes_max, &mut self.looks)
+            .instrument(tracing::debug_span!("execute"))
+            .await;
         self.laps.end(Stage::Execute);
         if matches!(executed.exit, Err(ExecuteError::Lost | ExecuteError::Stuck | ExecuteError::Spawner(_))) {
             self.machine.distrust();

@@ -7,8 +7,7 @@ pub mod null;
 pub mod process;
 
 use std::future::Future;
-
-use tokio::net::unix::pipe;
+use std::os::fd::OwnedFd;
 
 use crate::attempt::Force;
 use crate::execute::ExecuteError;
@@ -32,13 +31,13 @@ pub struct Exit {
     pub strays: u32,
 }
 
-/// What a command writes, as it writes it.
+/// What a command writes, as it writes it: the reading ends of pipes, which don't block.
 #[derive(Debug)]
 pub struct Streams {
     /// Its stdout.
-    pub stdout: pipe::Receiver,
+    pub stdout: OwnedFd,
     /// Its stderr.
-    pub stderr: pipe::Receiver,
+    pub stderr: OwnedFd,
 }
 
 /// A place where one command at a time runs.

@@ -5,8 +5,6 @@
 use std::os::fd::AsFd;
 use std::sync::Arc;
 
-use tokio::net::unix::pipe;
-
 use super::{Exit, Machine, Streams};
 use crate::attempt::Force;
 use crate::cgroup::{Cgroups, SlotCgroup};
@@ -91,8 +89,7 @@ impl Machine for ProcessMachine {
         let pipe = || -> std::io::Result<_> {
             let (read, write) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC)?;
             rustix::io::ioctl_fionbio(&read, true)?;
-            // Unchecked: it is a pipe's reading end that doesn't block, for it was just made so.
-            Ok((pipe::Receiver::from_owned_fd_unchecked(read)?, write))
+            Ok((read, write))
         };
         let ((stdout, stdout_end), (stderr, stderr_end)) = pipe().and_then(|out| Ok((out, pipe()?))).map_err(ExecuteError::Local)?;
         let stdin = match &prepared.task.stdin {

@@ -249,7 +249,8 @@ impl<B: Bus, O: Objects> Executor<B, O> {
                 failure: Some(FailureClass::Cancelled),
                 ..outcome(exit, prepared, inline.inline_only(), None)
             },
-            kept = persist(&self.shared.objects, name, left) => kept,
+            // Boxed, as it is large, and most tasks leave nothing for it.
+            kept = Box::pin(persist(&self.shared.objects, name, left)) => kept,
         };
         match kept {
             Ok(kept) => outcome(exit, prepared, kept, None),

@@ -131,7 +131,8 @@ impl Job {
     /// [`ItemError`].
     pub async fn item<O: Objects>(&self, pages: &Pages<O>, index: u32) -> Result<Value, ItemError> {
         match &self.plan.items {
-            Some(hash) => pages.item(hash, index).await,
+            // Boxed, as it is large, and most jobs need none.
+            Some(hash) => Box::pin(pages.item(hash, index)).await,
             None => self.items.item(index.into()).ok_or(ItemError::NoItem(index)),
         }
     }

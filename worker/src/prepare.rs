@@ -117,7 +117,8 @@ pub async fn prepare<O: Objects>(
     room(dirs).await?;
     dirs.lend();
     for input in &task.inputs {
-        inputs.place((job.id, &job.tenant), input, dirs).await?;
+        // Boxed, as it is large, and most tasks have none.
+        Box::pin(inputs.place((job.id, &job.tenant), input, dirs)).await?;
     }
     let cwd = match &task.workdir {
         Some(workdir) => {

@@ -185,9 +185,10 @@ impl Shim {
     /// # Errors
     /// [`SpawnerError::ShimGone`] when the shim died.
     pub async fn reply(&self) -> Result<Reply, SpawnerError> {
-        let mut buffer = [0; REPLY_BYTES_MAX];
         loop {
             let mut ready = self.socket.readable().await.map_err(SpawnerError::Socket)?;
+            // Not before: what is waited with is copied each time a wait begins.
+            let mut buffer = [0; REPLY_BYTES_MAX];
             match ready.try_io(|socket| packet::receive(socket.as_fd(), &mut buffer)) {
                 Ok(Ok((0, _))) => return Err(SpawnerError::ShimGone),
                 Ok(Ok((len, _))) => {

@@ -25,7 +25,7 @@ pub fn assign(state: &mut State, sequence: u64, decision: u32, assignments: &[As
 
 fn open(state: &mut State, id: BundleId, assignment: &Assignment, fx: &mut Effects) {
     let asked: u64 = assignment.tasks.iter().map(|run| u64::from(run.count)).sum();
-    let taken = allowed(state, assignment).then(|| take(state, id, assignment, fx)).unwrap_or_default();
+    let taken = if allowed(state, assignment) { take(state, id, assignment, fx) } else { Default::default() };
     let count: u32 = taken.iter().map(|run| run.count).sum();
     state.head.void_tasks += asked - u64::from(count);
     if count == 0 {

@@ -113,10 +113,10 @@ fn of_job(state: &State, job: &Job) -> Option<String> {
         return Some(format!("the job runs as much at once as it may ($.limits.concurrency is {max})"));
     }
     let policy = state.tenants.get(&job.facts.tenant).map(|tenant| &tenant.policy);
-    if let Some(max) = policy.and_then(|policy| policy.concurrency) {
-        if state.bundles_of(&job.facts.tenant) >= max {
-            return Some(format!("tenant {} runs as much at once as it may ({max}); an operator can raise it", job.facts.tenant));
-        }
+    if let Some(max) = policy.and_then(|policy| policy.concurrency)
+        && state.bundles_of(&job.facts.tenant) >= max
+    {
+        return Some(format!("tenant {} runs as much at once as it may ({max}); an operator can raise it", job.facts.tenant));
     }
     None
 }

@@ -4,8 +4,9 @@ mod support;
 
 use std::time::Duration;
 
+use axum::http::Method;
 use serde_json::{Value, json};
-use support::{World, id, success, worker};
+use support::{BOOTSTRAP, World, id, success, worker};
 use tokio_util::sync::CancellationToken;
 use volley_coordinator::config::CoordinatorConfig;
 use volley_jobspecs::wire::live::Live;
@@ -122,5 +123,29 @@ async fn a_followed_task_is_kept_alive_gone_on_with_and_of_whole_characters() {
     for bad in ["form=x", "follow=true&form=x", "form=pieces", "follow=true&after=1.0.0", "follow=true&form=pieces&after=x"] {
         cluster.get(&format!("/v1/jobs/{job}/tasks/0/logs?{bad}")).await.expect(400);
     }
+    cluster.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn open_streams_end_with_their_token() {
+    let Some(world) = World::new().await else { return };
+    let config = CoordinatorConfig { keep_alive: Duration::from_millis(200), ..world.config() };
+    let cluster = world.cluster_with(config).await;
+    cluster.post("/v1/tenants", json!({ "tenant": "acme" }).to_string()).await.expect(201);
+    let token = cluster.post("/v1/tokens", json!({ "tenant": "acme" }).to_string()).await.expect(201).json();
+    let (secret, id) = (token["token"].as_str().expect("a token"), token["id"].as_str().expect("an id"));
+    let submitted = cluster.call(Method::POST, "/v1/jobs", Some(secret), &[], one_task().to_string()).await.expect(201).json();
+    let job = submitted["job"].as_str().expect("a job").to_owned();
+    // No worker is there, so none of them would end by itself.
+    let paths = ["events", "results?follow=true", "logs?follow=true", "tasks/0/logs?follow=true", "tasks/0/logs?follow=true&form=pieces"];
+    let paths = paths.map(|path| format!("/v1/jobs/{job}/{path}"));
+    let open = futures::future::join_all(paths.iter().map(|path| cluster.call(Method::GET, path, Some(secret), &[], "")));
+    let revoke = async {
+        tokio::time::sleep(Duration::from_millis(500)).await;
+        cluster.call(Method::DELETE, &format!("/v1/tokens/{id}"), Some(BOOTSTRAP), &[], "").await.expect(204);
+    };
+    let both = async { tokio::join!(open, revoke) };
+    let (answers, ()) = tokio::time::timeout(Duration::from_secs(20), both).await.expect("each stream ends");
+    assert!(answers.into_iter().all(|answer| answer.status == 200));
     cluster.stop().await;
 }

@@ -20,7 +20,8 @@ fn places(code: &str, word: &str) -> Vec<usize> {
     let part = |c: Option<char>| c.is_some_and(|c| c.is_alphanumeric() || c == '_');
     let alone = |at: usize| {
         let (before, after) = (code[..at].chars().next_back(), code[at + word.len()..].chars().next());
-        !(part(word.chars().next()) && part(before)) && !(part(word.chars().next_back()) && part(after))
+        let (grows_before, grows_after) = (part(word.chars().next()) && part(before), part(word.chars().next_back()) && part(after));
+        !grows_before && !grows_after
     };
     code.match_indices(word).map(|(at, _)| at).filter(|at| alone(*at)).collect()
 }

@@ -130,7 +130,7 @@ pub enum ConfigError {
 
 fn total_memory() -> u64 {
     let info = rustix::system::sysinfo();
-    u64::from(info.totalram).saturating_mul(u64::from(info.mem_unit))
+    info.totalram.saturating_mul(u64::from(info.mem_unit))
 }
 
 /// Nine tenths of what is free where `dir` is or will be.

@@ -405,7 +405,10 @@ impl Core {
                 self.run_next(now_ms, slot, id, out);
             }
         }
-        while may_start {
+        if !may_start {
+            return;
+        }
+        loop {
             let (bundles, jobs) = (&self.bundles, &self.jobs);
             let needs = |id| match jobs.get(&bundles.get(&id)?.job)? {
                 Job::Known(facts) => Some(facts.needs.clone()),

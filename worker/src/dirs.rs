@@ -215,7 +215,7 @@ mod tests {
         let inode = |path: PathBuf| std::os::unix::fs::MetadataExt::ino(&fs::metadata(path).expect("there"));
         let (work, out) = (inode(dirs.work()), inode(dirs.out()));
         fs::create_dir_all(dirs.out().join("a/b")).expect("made");
-        fs::set_permissions(dirs.out().join("a"), fs::Permissions::from_mode(0)).expect("changed");
+        fs::set_permissions(dirs.out().join("a"), fs::Permissions::from_mode(0o000)).expect("changed");
         std::os::unix::fs::symlink("/etc", dirs.tmp().join("link")).expect("linked");
         assert!(!dirs.settle());
         dirs.make().expect("cleared");

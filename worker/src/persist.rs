@@ -126,7 +126,7 @@ pub fn find(dirs: &Dirs, declared: &[String], stdout: &Capture, stderr: &Capture
     // Of two with one name, the one in the output directory counts: it came first.
     let mut seen = std::collections::BTreeSet::new();
     left.files.retain(|(path, _)| seen.insert(path.clone()));
-    take_result(&mut left);
+    take_result(&mut left, declared.iter().any(|path| path == RESULT_FILE));
     if !skipped.is_empty() {
         let more = skipped.len().saturating_sub(SKIPPED_NAMED);
         let named = skipped.iter().take(SKIPPED_NAMED).cloned().collect::<Vec<_>>().join(", ");
@@ -182,7 +182,8 @@ pub async fn persist<O: Objects>(objects: &O, name: &AttemptName, left: Left) ->
     Ok(kept)
 }
 
-fn take_result(left: &mut Left) {
+/// Takes the small result out of the files; a `declared` one stays there as well.
+fn take_result(left: &mut Left, declared: bool) {
     let Some(at) = left.files.iter().position(|(path, _)| path == RESULT_FILE) else { return };
     let Some((_, place)) = left.files.get(at) else { return };
     let mut bytes = Vec::new();
@@ -193,7 +194,9 @@ fn take_result(left: &mut Left) {
         Ok(_) => match serde_json::from_slice::<serde::de::IgnoredAny>(&bytes) {
             Ok(_) => {
                 left.kept.result = Some(bytes);
-                left.files.remove(at);
+                if !declared {
+                    left.files.remove(at);
+                }
                 return;
             }
             Err(e) => format!("is no JSON: {e}"),

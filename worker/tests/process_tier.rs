@@ -118,7 +118,7 @@ async fn limits_end_as_what_they_are() {
     let spin = r#""command":"while :; do :; done","resources":{"cpus":"200m"},"timeouts":{"run":"2s"}"#;
     let end = w.run_one(&task(spin)).await;
     assert_eq!(end.ending, failed(FailureClass::RunTimeout), "{end:?}");
-    let used = end.usage.clone().unwrap().cpu_us;
+    let used = end.usage.unwrap().cpu_us;
     assert!(used > 0 && used < u64::from(end.timing.run_ms) * 400, "at most a fifth of a core, and some for start and end: {end:?}");
     let end = w.run_one(&task(r#""command":["true"],"resources":{"memory":"4MiB"}"#)).await;
     assert_eq!(end.ending, Ending::Succeeded, "the smallest limit still runs the smallest program: {end:?}");

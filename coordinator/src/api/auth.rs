@@ -61,6 +61,22 @@ impl Caller {
         self.tenant == *tenant || (self.operator && !self.named)
     }
 
+    /// Ends when the caller's token is revoked, which is looked for as often as a stream says that it lives: an open stream outlives
+    /// its token by no more.
+    pub fn revoked(&self, app: &Arc<App>) -> futures::future::BoxFuture<'static, ()> {
+        let (app, principal) = (app.clone(), self.principal.clone());
+        Box::pin(async move {
+            if principal == BOOTSTRAP_ID {
+                return std::future::pending().await;
+            }
+            let key = format!("token/{principal}");
+            // Rows that can't be read say nothing about the token.
+            while !matches!(app.handle.rows().get(Table::Meta, key.as_bytes()), Ok(None)) {
+                tokio::time::sleep(app.keep_alive).await;
+            }
+        })
+    }
+
     /// The actor of a submit: always of one tenant.
     #[must_use]
     pub fn submitter(&self, request_id: String) -> Actor {

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use axum::extract::State;
 use axum::response::sse::{self, KeepAlive, Sse};
-use futures::Stream;
+use futures::{Stream, StreamExt};
 use tokio::sync::broadcast::error::RecvError;
 use tokio::sync::{broadcast, mpsc};
 use tokio::time::Instant;
@@ -25,7 +25,6 @@ use super::streams::Permit;
 use super::views;
 use crate::driver::Event;
 use crate::state::effects::ResultEntry;
-use crate::state::job::Facts;
 use crate::state::rows;
 
 /// Events that wait for a slow client.
@@ -51,12 +50,13 @@ pub async fn events(
     let query = query.only(&["tasks"])?;
     let tasks = query.flag("tasks")?;
     let id = job_id(&job)?;
-    let (facts, _) = app.job(&caller, id)?;
+    app.job(&caller, id)?;
     let permit = app.streams.take(&caller.tenant)?;
     let (out, mut waiting) = mpsc::channel(EVENTS_WAITING);
     let keep_alive = KeepAlive::new().interval(app.keep_alive);
-    tokio::spawn(Follow { events: app.handle.events(), app, id, facts, tasks, out, _permit: permit }.run());
-    let stream = futures::stream::poll_fn(move |cx| waiting.poll_recv(cx));
+    let revoked = caller.revoked(&app);
+    tokio::spawn(Follow { events: app.handle.events(), app, id, tasks, out, _permit: permit }.run());
+    let stream = futures::stream::poll_fn(move |cx| waiting.poll_recv(cx)).take_until(revoked);
     Ok(Sse::new(stream).keep_alive(keep_alive))
 }
 
@@ -66,7 +66,6 @@ type Out = mpsc::Sender<Result<sse::Event, Infallible>>;
 struct Follow {
     app: Arc<App>,
     id: JobId,
-    facts: Facts,
     /// Listened to before the first look, so that nothing falls between the two.
     events: broadcast::Receiver<Event>,
     /// Also those of tasks?
@@ -79,7 +78,8 @@ impl Follow {
     async fn run(mut self) {
         let mut sequence = self.app.handle.sequence();
         loop {
-            let Some(progress) = rows::progress(self.app.handle.rows(), self.id).ok().flatten() else { return };
+            // Both anew: the clock of a job submitted to an idle cluster starts a moment later.
+            let Some((facts, progress)) = rows::header(self.app.handle.rows(), self.id).ok().flatten() else { return };
             let over = progress.ended_ms.is_some();
             if over {
                 // The rows may be ahead of the events: once the driver has answered, it has told everything up to the end.
@@ -93,7 +93,7 @@ impl Follow {
                     }
                 }
             }
-            let job = views::job(self.id, &self.facts, &progress, &|key| self.app.store.url(key));
+            let job = views::job(self.id, &facts, &progress, &|key| self.app.store.url(key));
             let view = EventView { sequence, kind: "job".to_owned(), job: Some(job), task: None };
             if self.send(view).await.is_none() || over {
                 return;

@@ -159,13 +159,41 @@ async fn watch(app: &App, job: JobId) {
     }
 }
 
+/// Pieces of live output that wait for one follower, of up to 32 KiB each: 2 MiB. Further ones are dropped until it reads on; pieces carry
+/// their place, so a gap shows, and the end of the attempt fills it. A client's own queue would hold 65,536.
+const LIVE_WAITING: usize = 64;
+
+/// Live output as it comes.
+pub struct Pieces(mpsc::Receiver<async_nats::Message>);
+
+impl Pieces {
+    /// The next one. Cancel-safe.
+    async fn next(&mut self) -> Option<async_nats::Message> {
+        self.0.recv().await
+    }
+}
+
 /// Listens to live output.
 ///
 /// # Errors
 /// 503 when NATS refuses.
-pub async fn subscribe(app: &App, subject: String) -> Result<async_nats::Subscriber, ApiError> {
+pub async fn subscribe(app: &App, subject: String) -> Result<Pieces, ApiError> {
     let subscribed = app.handle.client().subscribe(subject).await;
-    subscribed.map_err(|error| ApiError::unavailable(format!("NATS refused a subscription for live output: {error}")))
+    let mut live = subscribed.map_err(|error| ApiError::unavailable(format!("NATS refused a subscription for live output: {error}")))?;
+    let (sender, receiver) = mpsc::channel(LIVE_WAITING);
+    tokio::spawn(async move {
+        loop {
+            tokio::select! {
+                () = sender.closed() => return,
+                message = live.next() => match message {
+                    // Full: the follower is slow, and this piece is lost to it.
+                    Some(message) => _ = sender.try_send(message),
+                    None => return,
+                },
+            }
+        }
+    });
+    Ok(Pieces(receiver))
 }
 
 /// Follows one task's output.
@@ -176,7 +204,7 @@ pub struct FollowTask {
     /// Only this attempt.
     only: Option<u32>,
     wanted: Wanted,
-    live: async_nats::Subscriber,
+    live: Pieces,
     sink: Sink,
     /// Attempts up to this one were sent to their end.
     done: u32,
@@ -323,7 +351,7 @@ impl Texts {
 }
 
 /// Sends what all tasks of a job write, until it has ended.
-pub async fn follow_job(app: Arc<App>, job: JobId, mut live: async_nats::Subscriber, out: Out, _permit: Permit) {
+pub async fn follow_job(app: Arc<App>, job: JobId, mut live: Pieces, out: Out, _permit: Permit) {
     let mut events = app.handle.events();
     let mut repeat = tokio::time::interval(Duration::from_millis(subjects::WATCH_REPEAT_MS));
     let mut alive = tokio::time::interval_at(Instant::now() + app.keep_alive, app.keep_alive);

@@ -8,6 +8,8 @@ use axum::body::{Body, Bytes};
 use axum::extract::State;
 use axum::http::header;
 use axum::response::{IntoResponse, Response};
+use futures::StreamExt;
+use futures::future::BoxFuture;
 use tokio::sync::mpsc;
 use volley_jobspecs::api::{ErrorBody, LogLine};
 use volley_jobspecs::ids::AttemptName;
@@ -52,8 +54,8 @@ impl Wanted {
     }
 }
 
-fn body(mut pieces: mpsc::Receiver<Result<Bytes, std::io::Error>>) -> Body {
-    Body::from_stream(futures::stream::poll_fn(move |cx| pieces.poll_recv(cx)))
+fn body(mut pieces: mpsc::Receiver<Result<Bytes, std::io::Error>>, revoked: BoxFuture<'static, ()>) -> Body {
+    Body::from_stream(futures::stream::poll_fn(move |cx| pieces.poll_recv(cx)).take_until(revoked))
 }
 
 /// What a task wrote, as it wrote it: the kept stream, or what comes with `follow=true`.
@@ -89,6 +91,7 @@ pub async fn task(
     let permit = app.streams.take(&caller.tenant)?;
     let (out, waiting) = mpsc::channel(PIECES_WAITING);
     let mut sink = Sink::new(out, pieces, after.unwrap_or_default());
+    let revoked = caller.revoked(&app);
     if follows {
         let follow = FollowTask::open(app, (id, index), number, wanted, sink, permit).await?;
         tokio::spawn(follow.run());
@@ -102,7 +105,7 @@ pub async fn task(
         });
     }
     let kind = if pieces { "application/x-ndjson" } else { "text/plain; charset=utf-8" };
-    Ok(([(header::CONTENT_TYPE, kind)], body(waiting)).into_response())
+    Ok(([(header::CONTENT_TYPE, kind)], body(waiting, revoked)).into_response())
 }
 
 /// Are lines of JSON wanted?
@@ -181,6 +184,7 @@ pub async fn job(State(app): State<Arc<App>>, caller: Caller, PathOf(job): PathO
     let permit = app.streams.take(&caller.tenant)?;
     let live = follow::subscribe(&app, subjects::live_all(id)).await?;
     let (out, pieces) = mpsc::channel(PIECES_WAITING);
+    let revoked = caller.revoked(&app);
     tokio::spawn(follow::follow_job(app, id, live, out, permit));
-    Ok(([(header::CONTENT_TYPE, "application/x-ndjson")], body(pieces)).into_response())
+    Ok(([(header::CONTENT_TYPE, "application/x-ndjson")], body(pieces, revoked)).into_response())
 }

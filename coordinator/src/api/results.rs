@@ -11,6 +11,7 @@ use axum::body::{Body, Bytes};
 use axum::extract::State;
 use axum::http::header;
 use axum::response::{IntoResponse, Response};
+use futures::StreamExt;
 use tokio::sync::broadcast;
 use tokio::sync::broadcast::error::RecvError;
 use tokio::time::Instant;
@@ -295,8 +296,9 @@ pub async fn results(
     let permit = app.streams.take(&caller.tenant)?;
     let superseded = query.flag("superseded")?;
     let events = query.flag("follow")?.then(|| app.handle.events());
+    let revoked = caller.revoked(&app);
     let follow = Follow { app, job, tasks: facts.plan.tasks, cursor, superseded, events, sent: Instant::now(), _permit: permit };
-    let body = Body::from_stream(futures::stream::unfold(follow, Follow::next));
+    let body = Body::from_stream(futures::stream::unfold(follow, Follow::next).take_until(revoked));
     Ok(([(header::CONTENT_TYPE, "application/x-ndjson")], body).into_response())
 }
 

@@ -257,7 +257,7 @@ impl Keeper {
         let there = files(&self.store).await?;
         let (mut kept, mut going, mut goes) = (Vec::new(), Vec::new(), Vec::new());
         let found = manifests(&self.store).await?;
-        for sequence in head.checkpoints.iter().filter(|sequence| !found.contains(sequence)) {
+        if let Some(sequence) = head.checkpoints.iter().find(|sequence| !found.contains(sequence)) {
             return Err(CheckpointError::Manifest { sequence: *sequence, what: "it is not in the bucket".to_owned() });
         }
         for sequence in found {

@@ -227,7 +227,7 @@ fn failed_attempts(rows: &RocksRows, job: JobId, from: &[u8]) -> Result<(Vec<Att
         seen += 1;
         let row: Result<AttemptRow, _> = volley_jobspecs::wire::decode("attempt", value);
         // A row that can't be read is left alone: its objects go with the job's.
-        failed.extend(row.ok().filter(|row| leaves_objects(row)).map(|row| row.end.name));
+        failed.extend(row.ok().filter(leaves_objects).map(|row| row.end.name));
         true
     })?;
     Ok((failed, next))

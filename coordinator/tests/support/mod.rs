@@ -314,10 +314,10 @@ pub async fn worker(
                 () = stop.cancelled() => return,
                 _ = ticks.tick() => {
                     let answer = client.request(subjects::beat(&worker), encode(&beat).into()).await;
-                    if let Some(answer) = answer.ok().and_then(|m| decode::<BeatAnswer>("beat answer", &m.payload).ok()) {
-                        if answer.term > beat.term {
-                            (beat.term, beat.taken) = (answer.term, 0);
-                        }
+                    if let Some(answer) = answer.ok().and_then(|m| decode::<BeatAnswer>("beat answer", &m.payload).ok())
+                        && answer.term > beat.term
+                    {
+                        (beat.term, beat.taken) = (answer.term, 0);
                     }
                 }
                 Some(message) = work.next() => {

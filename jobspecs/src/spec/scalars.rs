@@ -558,7 +558,7 @@ fn decimal(text: &str, scale: u64) -> Result<u64, ScalarError> {
     let power = 10u128.pow(fraction.len() as u32);
     let part: u128 = if fraction.is_empty() { 0 } else { fraction.parse().map_err(|_| ScalarError::TooLarge)? };
     let scaled = part * u128::from(scale);
-    if scaled % power != 0 {
+    if !scaled.is_multiple_of(power) {
         return Err(ScalarError::NotWhole);
     }
     let total = whole.saturating_mul(u128::from(scale)).saturating_add(scaled / power);

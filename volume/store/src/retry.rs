@@ -283,8 +283,7 @@ mod tests {
         let started = Instant::now();
         let mut longest = Duration::ZERO;
         let mut count = 0;
-        let mut jitter = FullJitter::new(&retry, started);
-        while let Some(pause) = jitter.next() {
+        for pause in FullJitter::new(&retry, started) {
             assert!(pause <= retry.backoff_max);
             longest = longest.max(pause);
             count += 1;

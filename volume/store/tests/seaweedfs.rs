@@ -1,6 +1,7 @@
 //! The client against another S3 server: SeaweedFS, where its binary is at hand.
 //!
 //! `VOLLEY_TEST_WEED` names the binary; otherwise `weed` is looked for on the `PATH`.
+#![expect(clippy::unwrap_used, reason = "a test says with a panic that it failed")]
 
 mod support;
 

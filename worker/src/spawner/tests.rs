@@ -139,7 +139,7 @@ async fn nothing_outlives_the_worker_however_it_dies() {
     let script = "setsid sh -c 'echo $$; exec sleep 300' & echo $$; wait";
     shim.spawn(command(&["sh", "-c", script]), out_w.as_fd(), err_w.as_fd(), None).await.expect("sent");
     drop((out_w, err_w));
-    let mut text = vec![0; 64];
+    let mut text = [0; 64];
     let mut len = 0;
     while text[..len].iter().filter(|b| **b == b'\n').count() < 2 {
         len += out.read(&mut text[len..]).expect("pids");

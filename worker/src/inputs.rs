@@ -5,10 +5,12 @@
 use std::collections::BTreeMap;
 use std::fs;
 use std::io;
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
+use rustix::fs::{Mode, OFlags};
 use tokio::sync::OnceCell;
 use volley_jobspecs::failure::FailureClass;
 use volley_jobspecs::ids::{JobId, TenantId};
@@ -87,6 +89,8 @@ impl<O: Objects> Inputs<O> {
     pub fn new(objects: O, dir: PathBuf, bytes_max: u64) -> io::Result<Self> {
         crate::dirs::remove_all(&dir)?;
         fs::create_dir_all(&dir)?;
+        // Tasks get links to what is theirs; the cache holds what is other tenants' as well.
+        fs::set_permissions(&dir, fs::Permissions::from_mode(0o700))?;
         Ok(Self { objects, dir, bytes_max, state: Arc::default() })
     }
 
@@ -172,20 +176,64 @@ fn source_text(source: &InputSource) -> String {
 }
 
 fn put_in_place(cached: &Cached, dirs: &Dirs, wanted: &str, executable: bool) -> io::Result<()> {
-    let target = dirs.work().join(wanted);
-    let parent = target.parent().unwrap_or(&target);
-    dirs.make_dir(parent)?;
+    let wanted = Path::new(wanted);
+    let name = wanted.file_name().ok_or(io::ErrorKind::InvalidInput)?;
+    let parent = dirs.make_in_work(wanted.parent().unwrap_or(Path::new("")))?;
     // A task that runs as another user can't change what it is linked to; one that runs as ours could, so it gets a copy.
-    if dirs.owner().is_some() && !executable && fs::hard_link(&cached.path, &target).is_ok() {
+    if dirs.owner().is_some()
+        && !executable
+        && rustix::fs::linkat(rustix::fs::CWD, &cached.path, &parent, name, rustix::fs::AtFlags::empty()).is_ok()
+    {
         return Ok(());
     }
-    let part = parent.join(format!(".volley-input-{}", std::process::id()));
-    let copied = fs::copy(&cached.path, &part).and_then(|_| {
-        fs::set_permissions(&part, fs::Permissions::from_mode(if executable { 0o555 } else { 0o444 }))?;
-        fs::rename(&part, &target)
-    });
+    let part = format!(".volley-input-{}", std::process::id());
+    let copied = copy(&cached.path, &parent, &part, if executable { 0o555 } else { 0o444 })
+        .and_then(|()| Ok(rustix::fs::renameat(&parent, &part, &parent, name)?));
     if copied.is_err() {
-        let _ = fs::remove_file(&part);
+        let _ = rustix::fs::unlinkat(&parent, &part, rustix::fs::AtFlags::empty());
     }
     copied
+}
+
+/// Copies a file into a directory held open, as a new file.
+fn copy(from: &Path, parent: &OwnedFd, name: &str, mode: u32) -> io::Result<()> {
+    // Left by an attempt that was ended in the middle.
+    let _ = rustix::fs::unlinkat(parent, name, rustix::fs::AtFlags::empty());
+    let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let mut to = fs::File::from(rustix::fs::openat(parent, name, flags, Mode::from_raw_mode(0o600))?);
+    io::copy(&mut fs::File::open(from)?, &mut to)?;
+    Ok(rustix::fs::fchmod(&to, Mode::from_raw_mode(mode))?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::beneath::tests::Swapping;
+
+    #[test]
+    fn nothing_outside_is_written_while_directories_are_swapped_for_links() {
+        let place = tempfile::tempdir().expect("a directory");
+        let (path, outside) = (place.path().join("cached"), place.path().join("outside"));
+        fs::write(&path, "input").expect("written");
+        fs::create_dir(&outside).expect("made");
+        let cached = Cached { path, bytes: 5 };
+        // To become another user takes root; a link is made only for one.
+        let owner = rustix::process::geteuid().is_root().then_some((65_534, 65_534));
+        for (slot, owner) in [None, owner].into_iter().enumerate() {
+            let mut dirs = Dirs::new(place.path().join(format!("slots/{slot}")), owner);
+            dirs.make().expect("made");
+            let swapping = Swapping::start(&dirs.work(), "d", &outside);
+            let mut placed = 0;
+            for number in 0..1_000 {
+                placed += usize::from(put_in_place(&cached, &dirs, &format!("d/{number}/file"), number % 2 == 0).is_ok());
+                placed += usize::from(put_in_place(&cached, &dirs, "d/file", number % 2 == 0).is_ok());
+                let _ = dirs.make_in_work(Path::new("d/work"));
+            }
+            swapping.end();
+            assert!(placed > 0);
+            assert_eq!(fs::read_dir(&outside).expect("there").count(), 0);
+            let meta = fs::metadata(&outside).expect("there");
+            assert_eq!(std::os::unix::fs::MetadataExt::uid(&meta), rustix::process::geteuid().as_raw());
+        }
+    }
 }

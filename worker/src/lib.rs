@@ -5,6 +5,7 @@
 //! decision about a job: those are the coordinator's.
 
 pub mod attempt;
+mod beneath;
 pub mod bundle;
 pub mod capture;
 pub mod cgroup;

@@ -124,8 +124,8 @@ pub async fn prepare<O: Objects>(
         Some(workdir) => {
             let cwd = dirs.work().join(workdir);
             // Only below the task's own directory; an absolute one is the host's, and must be there.
-            if cwd.starts_with(dirs.work()) {
-                dirs.make_dir(&cwd).map_err(PrepareError::Dirs)?;
+            if let Ok(below) = cwd.strip_prefix(dirs.work()) {
+                dirs.make_in_work(below).map_err(PrepareError::Dirs)?;
             }
             cwd
         }

@@ -16,10 +16,16 @@ use volley_jobspecs::failure::FailureClass;
 use volley_jobspecs::ids::{JobId, TenantId};
 use volley_jobspecs::keys;
 use volley_jobspecs::resolve::{InputSource, ResolvedInput};
+use volley_jobspecs::wire;
+use volley_jobspecs::wire::work::JobForWorker;
 
 use crate::dirs::Dirs;
 use crate::io::http;
-use crate::ports::{ObjectError, ObjectName, Objects};
+use crate::ports::{Bus, ObjectError, ObjectName, Objects};
+use crate::reach::{Reach, reach};
+
+/// Jobs kept whose tenant is known: those whose outputs are inputs of the jobs that run here.
+const TENANTS_KEPT: usize = 1_024;
 
 /// Why an input is not there.
 #[derive(Debug, thiserror::Error)]
@@ -31,6 +37,14 @@ pub enum InputError {
         path: String,
         /// Why.
         source: ObjectError,
+    },
+    /// It isn't the tenant's.
+    #[error("input {path}: {from} belongs to Volley or to another tenant; inputs come from your own uploads, jobs and files")]
+    NotYours {
+        /// Where it was to go.
+        path: String,
+        /// What it was to be.
+        from: String,
     },
     /// It can't be put in place.
     #[error("input {path}: {source}; check the disk of the worker's directory")]
@@ -48,6 +62,7 @@ impl InputError {
     pub fn class(&self) -> FailureClass {
         match self {
             Self::Fetch { source: ObjectError::Missing(_) | ObjectError::Mismatch(_), .. } => FailureClass::InputMissing,
+            Self::NotYours { .. } => FailureClass::PolicyDenied,
             Self::Fetch { source: ObjectError::Failed(_), .. } | Self::Place { .. } => FailureClass::StorageFailed,
         }
     }
@@ -69,6 +84,7 @@ impl Drop for Cached {
 #[derive(Debug, Default)]
 struct State {
     clock: u64,
+    tenants: BTreeMap<JobId, TenantId>,
     files: BTreeMap<String, (u64, Arc<OnceCell<Arc<Cached>>>)>,
 }
 
@@ -98,11 +114,54 @@ impl<O: Objects> Inputs<O> {
     ///
     /// # Errors
     /// [`InputError`].
-    pub async fn place(&self, (job, tenant): (JobId, &TenantId), input: &ResolvedInput, dirs: &Dirs) -> Result<(), InputError> {
+    pub async fn place<B: Bus>(
+        &self,
+        bus: &B,
+        (job, tenant): (JobId, &TenantId),
+        input: &ResolvedInput,
+        dirs: &Dirs,
+    ) -> Result<(), InputError> {
+        let may = self.may_read(bus, (job, tenant), &input.from).await;
+        if !may.map_err(|source| InputError::Fetch { path: input.path.clone(), source })? {
+            return Err(InputError::NotYours { path: input.path.clone(), from: source_text(&input.from) });
+        }
         let cached = self.fetch(job, tenant, input).await.map_err(|source| InputError::Fetch { path: input.path.clone(), source })?;
         let (dirs, wanted, executable) = (dirs.clone(), input.path.clone(), input.executable);
         let placed = tokio::task::spawn_blocking(move || put_in_place(&cached, &dirs, &wanted, executable)).await;
         placed.unwrap_or_else(|e| Err(io::Error::other(e))).map_err(|source| InputError::Place { path: input.path.clone(), source })
+    }
+
+    /// May tasks of this job be given it?
+    async fn may_read<B: Bus>(&self, bus: &B, (job, tenant): (JobId, &TenantId), from: &InputSource) -> Result<bool, ObjectError> {
+        let InputSource::S3 { bucket, key } = from else { return Ok(true) };
+        let object = ObjectName { bucket: Some(bucket.clone()), key: key.clone() };
+        let Some(prefix) = self.objects.own_prefix(&object) else { return Ok(true) };
+        match reach(key, prefix, tenant) {
+            Reach::Free => Ok(true),
+            Reach::Closed => Ok(false),
+            Reach::Job(other) if other == job => Ok(true),
+            Reach::Job(other) => Ok(self.tenant_of(bus, other).await?.is_some_and(|owner| owner == *tenant)),
+        }
+    }
+
+    /// Whose a job is, which never changes; none if there is no such job (any more).
+    async fn tenant_of<B: Bus>(&self, bus: &B, job: JobId) -> Result<Option<TenantId>, ObjectError> {
+        let known = self.state.lock().unwrap_or_else(PoisonError::into_inner).tenants.get(&job).cloned();
+        if known.is_some() {
+            return Ok(known);
+        }
+        let failed = |why: &dyn std::fmt::Display| ObjectError::Failed(format!("asking whose job {job} is: {why}"));
+        let answer = bus.job(job, None).await.map_err(|e| failed(&e))?;
+        if answer.is_empty() {
+            return Ok(None);
+        }
+        let found: JobForWorker = wire::decode("job", &answer).map_err(|e| failed(&e))?;
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        if state.tenants.len() >= TENANTS_KEPT {
+            state.tenants.clear();
+        }
+        state.tenants.insert(job, found.tenant.clone());
+        Ok(Some(found.tenant))
     }
 
     async fn fetch(&self, job: JobId, tenant: &TenantId, input: &ResolvedInput) -> Result<Arc<Cached>, ObjectError> {

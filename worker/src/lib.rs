@@ -26,6 +26,7 @@ pub mod persist;
 mod place;
 pub mod ports;
 pub mod prepare;
+pub mod reach;
 pub mod reclaim;
 pub mod report;
 pub mod restore;

@@ -3,12 +3,16 @@
 //! Owns their files. Everything is readable for its owner only, so that a task on loopback, which runs as another user, can speak to
 //! neither NATS nor S3.
 
+use std::fs::File;
 use std::io::Write as _;
+use std::os::fd::{AsRawFd as _, BorrowedFd};
 use std::os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::time::Duration;
 
+use rustix::fs::FlockOperation;
+use rustix::io::FdFlags;
 use serde::{Deserialize, Serialize};
 use tokio::process::{Child, Command};
 use volley_coordinator::io::bus::NatsConfig;
@@ -19,6 +23,11 @@ const USER: &str = "volley";
 const START_PATIENCE: Duration = Duration::from_secs(20);
 /// How long it may take to end before it is killed.
 const STOP_PATIENCE: Duration = Duration::from_secs(10);
+
+/// How long a server whose `volley up` was killed may take to be gone.
+const HOLD_PATIENCE: Duration = Duration::from_secs(5);
+/// Pause before its directory is tried again.
+const HOLD_PAUSE: Duration = Duration::from_millis(50);
 
 /// The secrets of one cluster, made once.
 #[derive(Clone, Serialize, Deserialize)]
@@ -106,6 +115,7 @@ impl Nats {
         let binary = find()?;
         let dir = dir.join("nats");
         make_private_dir(&dir)?;
+        let held = hold(&dir).await?;
         let ports = dir.join("ports");
         make_private_dir(&ports)?;
         // Left by a server that was killed; it would be taken for the new one's.
@@ -122,18 +132,12 @@ impl Nats {
             secrets.nats_password
         );
         write_private(&file, text.as_bytes()).map_err(|e| format!("can't write {}: {e}", file.display()))?;
-        let log = std::fs::File::create(dir.join("server.log")).map_err(|e| format!("can't write in {}: {e}", dir.display()))?;
-        let child = Command::new(&binary)
-            .arg("-c")
-            .arg(&file)
-            .stdin(Stdio::null())
-            .stdout(Stdio::null())
-            .stderr(log)
-            .kill_on_drop(true)
-            // Its own process group: Ctrl-C must reach it only after everything that needs it has ended.
-            .process_group(0)
-            .spawn()
-            .map_err(|e| format!("can't run {}: {e}", binary.display()))?;
+        let log = File::create(dir.join("server.log")).map_err(|e| format!("can't write in {}: {e}", dir.display()))?;
+        let mut command = Command::new(&binary);
+        command.arg("-c").arg(&file).stdin(Stdio::null()).stdout(Stdio::null()).stderr(log).kill_on_drop(true);
+        // Its own process group: Ctrl-C must reach it only after everything that needs it has ended.
+        command.process_group(0);
+        let child = spawn(command, held).await.map_err(|e| format!("can't run {}: {e}", binary.display()))?;
         let mut nats = Self { child, config: NatsConfig::default() };
         let url = nats.wait(&ports, &dir).await?;
         nats.config = NatsConfig { url, user: Some((USER.to_owned(), secrets.nats_password.clone())), credentials: None };
@@ -172,6 +176,57 @@ impl Nats {
             let _ = self.child.kill().await;
         }
     }
+}
+
+/// Takes the directory for a server. Two in one would each write over the other's data.
+async fn hold(dir: &Path) -> Result<File, String> {
+    let path = dir.join("lock");
+    let file = File::options().write(true).create(true).truncate(false).mode(0o600).open(&path);
+    let file = file.map_err(|e| format!("can't open {}: {e}", path.display()))?;
+    let started = tokio::time::Instant::now();
+    loop {
+        match rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => return Ok(file),
+            Err(rustix::io::Errno::WOULDBLOCK) if started.elapsed() < HOLD_PATIENCE => tokio::time::sleep(HOLD_PAUSE).await,
+            Err(rustix::io::Errno::WOULDBLOCK) => {
+                return Err(format!(
+                    "another `volley up`, or a nats-server of one, still uses {}; stop it, or choose another directory with --dir",
+                    dir.display()
+                ));
+            }
+            Err(error) => return Err(format!("can't lock {}: {error}", path.display())),
+        }
+    }
+}
+
+/// Starts a server that holds `held` as long as it lives, and that is killed when this process is, however that ends.
+async fn spawn(mut command: Command, held: File) -> std::io::Result<Child> {
+    let (us, kept) = (rustix::process::getpid(), held.as_raw_fd());
+    let prepare = move || {
+        rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL))?;
+        if rustix::process::getppid() != Some(us) {
+            return Err(rustix::io::Errno::SRCH.into());
+        }
+        // SAFETY: the parent keeps it open until the child has been started.
+        let kept = unsafe { BorrowedFd::borrow_raw(kept) };
+        Ok(rustix::io::fcntl_setfd(kept, FdFlags::empty())?)
+    };
+    // SAFETY: between fork and exec only system calls are made, and nothing is allocated.
+    unsafe { command.pre_exec(prepare) };
+    let (tell, told) = tokio::sync::oneshot::channel();
+    let runtime = tokio::runtime::Handle::current();
+    // The kernel kills the child when the thread that started it ends, so this one does nothing else, and never ends by itself.
+    std::thread::Builder::new().name("nats-server".to_owned()).spawn(move || {
+        {
+            let _inside = runtime.enter();
+            let _ = tell.send(command.spawn());
+        }
+        drop((runtime, held));
+        loop {
+            std::thread::park();
+        }
+    })?;
+    told.await.map_err(std::io::Error::other)?
 }
 
 fn find() -> Result<PathBuf, String> {

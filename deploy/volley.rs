@@ -31,6 +31,11 @@ fn main() -> ExitCode {
 }
 
 fn serve(command: ServeCommand) -> ExitCode {
+    // Tasks may run as our own user. They must not read our memory and environment, which hold the credentials, nor those of the
+    // helpers forked off below, which inherit this.
+    if let Err(error) = rustix::process::set_dumpable_behavior(rustix::process::DumpableBehavior::NotDumpable) {
+        return fail(&format!("can't close this process to others: {error}"));
+    }
     let spawner = match &command {
         ServeCommand::Up(_) | ServeCommand::Worker(_) => match Spawner::start() {
             Ok(spawner) => Some(spawner),

@@ -8,14 +8,23 @@ mod seen;
 
 use std::fs;
 use std::io;
-use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
+use rustix::fs::{FileType, OFlags};
 use seen::Seen;
+
+use crate::beneath;
 
 /// Mode of a task's directories: its own user only.
 const MODE: u32 = 0o700;
+/// Mode of a slot's directory: a task's user may pass, and change nothing.
+const ROOT_MODE: u32 = 0o755;
+
+/// Work, output and temporary directory.
+const NAMES: [&str; 3] = ["work", "out", "tmp"];
 
 /// Least room on the disk of a worker's directory, in bytes. With less no task begins, and one that fails is not blamed: it may have
 /// failed for want of room. Small enough that a disk with less is full by anybody's measure.
@@ -55,19 +64,19 @@ impl Dirs {
     /// Where the task starts, its HOME.
     #[must_use]
     pub fn work(&self) -> PathBuf {
-        self.root.join("work")
+        self.root.join(NAMES[0])
     }
 
     /// Its VOLLEY_OUTPUT_DIR.
     #[must_use]
     pub fn out(&self) -> PathBuf {
-        self.root.join("out")
+        self.root.join(NAMES[1])
     }
 
     /// Its TMPDIR.
     #[must_use]
     pub fn tmp(&self) -> PathBuf {
-        self.root.join("tmp")
+        self.root.join(NAMES[2])
     }
 
     /// Whom they belong to, if not the worker.
@@ -77,7 +86,7 @@ impl Dirs {
     }
 
     fn all(&self) -> [PathBuf; 3] {
-        [self.work(), self.out(), self.tmp()]
+        NAMES.map(|name| self.root.join(name))
     }
 
     /// Makes all of them, empty. Costs nothing when they are known to be so.
@@ -88,10 +97,10 @@ impl Dirs {
         if self.clean {
             return Ok(());
         }
-        for dir in self.all() {
+        for (name, dir) in NAMES.into_iter().zip(self.all()) {
             if seen::look(&dir, MODE, self.owner).is_none() {
                 remove_all(&dir).map_err(|e| with_path(&dir, &e))?;
-                self.make_dir(&dir).map_err(|e| with_path(&dir, &e))?;
+                self.make_one(name).map_err(|e| with_path(&dir, &e))?;
             }
         }
         self.clean = true;
@@ -134,32 +143,21 @@ impl Dirs {
         Err(Full { dir: self.root.clone(), bytes, files })
     }
 
-    /// Makes a directory below them, with those above it.
+    /// Opens a directory below [`Dirs::work`]; makes what is missing of it.
     ///
     /// # Errors
-    /// What the system says.
-    pub fn make_dir(&self, dir: &Path) -> io::Result<()> {
-        match fs::DirBuilder::new().mode(MODE).create(dir) {
-            Ok(()) => {}
-            Err(e) if e.kind() == io::ErrorKind::AlreadyExists => return Ok(()),
-            Err(e) if e.kind() == io::ErrorKind::NotFound => {
-                // Above the slots nothing belongs to the task's user, who must only be able to pass.
-                if dir == self.root || !dir.starts_with(&self.root) {
-                    fs::create_dir_all(dir)?;
-                    return fs::set_permissions(dir, fs::Permissions::from_mode(0o755));
-                }
-                self.make_dir(dir.parent().unwrap_or(&self.root))?;
-                fs::DirBuilder::new().mode(MODE).create(dir)?;
-            }
-            Err(e) => return Err(e),
+    /// What the system says; also when a part of the way is a symbolic link.
+    pub fn make_in_work(&self, path: &Path) -> io::Result<OwnedFd> {
+        beneath::make_dirs(&beneath::root(&self.work())?, path, MODE, self.owner)
+    }
+
+    /// Makes one of the three, with those above it. Above, nothing belongs to the task's user, who must only be able to pass.
+    fn make_one(&self, name: &str) -> io::Result<()> {
+        if !self.root.is_dir() {
+            fs::create_dir_all(&self.root)?;
+            fs::set_permissions(&self.root, fs::Permissions::from_mode(ROOT_MODE))?;
         }
-        if dir == self.root {
-            return fs::set_permissions(dir, fs::Permissions::from_mode(0o755));
-        }
-        if let Some((uid, gid)) = self.owner {
-            std::os::unix::fs::lchown(dir, Some(uid), Some(gid))?;
-        }
-        Ok(())
+        beneath::make_dirs(&beneath::root(&self.root)?, Path::new(name), MODE, self.owner).map(drop)
     }
 }
 
@@ -186,16 +184,16 @@ pub fn remove_all(path: &Path) -> io::Result<()> {
     }
 }
 
+/// Lets the owner into every directory below. Links that are put in the way meanwhile are not followed.
 fn open_up(path: &Path) -> io::Result<()> {
-    let mut stack = vec![path.to_owned()];
+    let (Some(parent), Some(name)) = (path.parent(), path.file_name()) else { return Err(io::ErrorKind::InvalidInput.into()) };
+    let parent = beneath::root(parent)?;
+    let mut stack = vec![PathBuf::from(name)];
     while let Some(dir) = stack.pop() {
-        fs::set_permissions(&dir, fs::Permissions::from_mode(MODE))?;
-        for entry in fs::read_dir(&dir)? {
-            let entry = entry?;
-            if entry.file_type()?.is_dir() {
-                stack.push(entry.path());
-            }
-        }
+        beneath::open_up(&parent, &dir, MODE)?;
+        let entries = beneath::list(&beneath::open(&parent, &dir, OFlags::RDONLY | OFlags::DIRECTORY)?)?;
+        let below = entries.into_iter().filter(|(_, kind)| *kind == FileType::Directory);
+        stack.extend(below.map(|(name, _)| dir.join(name)));
     }
     Ok(())
 }
@@ -228,6 +226,23 @@ mod tests {
         assert!(!dirs.settle());
         dirs.make().expect("cleared");
         assert!(fs::symlink_metadata(dirs.work()).expect("there").is_dir());
+    }
+    #[test]
+    fn directories_made_unreadable_are_opened_up_and_links_are_not_followed() {
+        let place = tempfile::tempdir().expect("a directory");
+        let (dir, outside) = (place.path().join("dir"), place.path().join("outside"));
+        fs::create_dir_all(dir.join("a/b")).expect("made");
+        fs::create_dir(&outside).expect("made");
+        let mode = |path: &Path| fs::metadata(path).expect("there").permissions().mode() & 0o7777;
+        fs::set_permissions(&outside, fs::Permissions::from_mode(0o750)).expect("changed");
+        std::os::unix::fs::symlink(&outside, dir.join("a/link")).expect("linked");
+        for closed in ["a/b", "a", ""] {
+            fs::set_permissions(dir.join(closed), fs::Permissions::from_mode(0o0)).expect("changed");
+        }
+        open_up(&dir).expect("opened up");
+        assert_eq!([mode(&dir), mode(&dir.join("a/b")), mode(&outside)], [0o700, 0o700, 0o750]);
+        assert!(open_up(&dir.join("a/link")).is_err());
+        assert_eq!(mode(&outside), 0o750);
     }
     #[test]
     fn whatever_a_task_leaves_or_changes_is_seen() {

@@ -165,11 +165,11 @@ impl<B: Bus, O: Objects> Executor<B, O> {
 
     async fn stages(&mut self, name: &AttemptName, job: &Job) -> Outcome {
         let stopped = || Outcome::failed(FailureClass::Cancelled, "its command had not begun".to_owned());
-        let (inputs, pages, dirs) = (&self.shared.inputs, &self.shared.pages, &mut self.dirs);
+        let (bus, inputs, pages, dirs) = (&self.shared.bus, &self.shared.inputs, &self.shared.pages, &mut self.dirs);
         let prepared = tokio::select! {
             biased;
             _ = self.stop.next() => None,
-            prepared = prepare(job, name, dirs, inputs, pages).instrument(tracing::debug_span!("prepare")) => Some(prepared),
+            prepared = prepare(bus, job, name, dirs, inputs, pages).instrument(tracing::debug_span!("prepare")) => Some(prepared),
         };
         self.laps.end(Stage::Prepare);
         let prepared = match prepared {

@@ -5,19 +5,27 @@
 use std::collections::BTreeMap;
 use std::fs;
 use std::io;
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
+use rustix::fs::{Mode, OFlags};
 use tokio::sync::OnceCell;
 use volley_jobspecs::failure::FailureClass;
 use volley_jobspecs::ids::{JobId, TenantId};
 use volley_jobspecs::keys;
 use volley_jobspecs::resolve::{InputSource, ResolvedInput};
+use volley_jobspecs::wire;
+use volley_jobspecs::wire::work::JobForWorker;
 
 use crate::dirs::Dirs;
 use crate::io::http;
-use crate::ports::{ObjectError, ObjectName, Objects};
+use crate::ports::{Bus, ObjectError, ObjectName, Objects};
+use crate::reach::{Reach, reach};
+
+/// Jobs kept whose tenant is known: those whose outputs are inputs of the jobs that run here.
+const TENANTS_KEPT: usize = 1_024;
 
 /// Why an input is not there.
 #[derive(Debug, thiserror::Error)]
@@ -29,6 +37,14 @@ pub enum InputError {
         path: String,
         /// Why.
         source: ObjectError,
+    },
+    /// It isn't the tenant's.
+    #[error("input {path}: {from} belongs to Volley or to another tenant; inputs come from your own uploads, jobs and files")]
+    NotYours {
+        /// Where it was to go.
+        path: String,
+        /// What it was to be.
+        from: String,
     },
     /// It can't be put in place.
     #[error("input {path}: {source}; check the disk of the worker's directory")]
@@ -46,6 +62,7 @@ impl InputError {
     pub fn class(&self) -> FailureClass {
         match self {
             Self::Fetch { source: ObjectError::Missing(_) | ObjectError::Mismatch(_), .. } => FailureClass::InputMissing,
+            Self::NotYours { .. } => FailureClass::PolicyDenied,
             Self::Fetch { source: ObjectError::Failed(_), .. } | Self::Place { .. } => FailureClass::StorageFailed,
         }
     }
@@ -67,6 +84,7 @@ impl Drop for Cached {
 #[derive(Debug, Default)]
 struct State {
     clock: u64,
+    tenants: BTreeMap<JobId, TenantId>,
     files: BTreeMap<String, (u64, Arc<OnceCell<Arc<Cached>>>)>,
 }
 
@@ -87,6 +105,8 @@ impl<O: Objects> Inputs<O> {
     pub fn new(objects: O, dir: PathBuf, bytes_max: u64) -> io::Result<Self> {
         crate::dirs::remove_all(&dir)?;
         fs::create_dir_all(&dir)?;
+        // Tasks get links to what is theirs; the cache holds what is other tenants' as well.
+        fs::set_permissions(&dir, fs::Permissions::from_mode(0o700))?;
         Ok(Self { objects, dir, bytes_max, state: Arc::default() })
     }
 
@@ -94,11 +114,54 @@ impl<O: Objects> Inputs<O> {
     ///
     /// # Errors
     /// [`InputError`].
-    pub async fn place(&self, (job, tenant): (JobId, &TenantId), input: &ResolvedInput, dirs: &Dirs) -> Result<(), InputError> {
+    pub async fn place<B: Bus>(
+        &self,
+        bus: &B,
+        (job, tenant): (JobId, &TenantId),
+        input: &ResolvedInput,
+        dirs: &Dirs,
+    ) -> Result<(), InputError> {
+        let may = self.may_read(bus, (job, tenant), &input.from).await;
+        if !may.map_err(|source| InputError::Fetch { path: input.path.clone(), source })? {
+            return Err(InputError::NotYours { path: input.path.clone(), from: source_text(&input.from) });
+        }
         let cached = self.fetch(job, tenant, input).await.map_err(|source| InputError::Fetch { path: input.path.clone(), source })?;
         let (dirs, wanted, executable) = (dirs.clone(), input.path.clone(), input.executable);
         let placed = tokio::task::spawn_blocking(move || put_in_place(&cached, &dirs, &wanted, executable)).await;
         placed.unwrap_or_else(|e| Err(io::Error::other(e))).map_err(|source| InputError::Place { path: input.path.clone(), source })
+    }
+
+    /// May tasks of this job be given it?
+    async fn may_read<B: Bus>(&self, bus: &B, (job, tenant): (JobId, &TenantId), from: &InputSource) -> Result<bool, ObjectError> {
+        let InputSource::S3 { bucket, key } = from else { return Ok(true) };
+        let object = ObjectName { bucket: Some(bucket.clone()), key: key.clone() };
+        let Some(prefix) = self.objects.own_prefix(&object) else { return Ok(true) };
+        match reach(key, prefix, tenant) {
+            Reach::Free => Ok(true),
+            Reach::Closed => Ok(false),
+            Reach::Job(other) if other == job => Ok(true),
+            Reach::Job(other) => Ok(self.tenant_of(bus, other).await?.is_some_and(|owner| owner == *tenant)),
+        }
+    }
+
+    /// Whose a job is, which never changes; none if there is no such job (any more).
+    async fn tenant_of<B: Bus>(&self, bus: &B, job: JobId) -> Result<Option<TenantId>, ObjectError> {
+        let known = self.state.lock().unwrap_or_else(PoisonError::into_inner).tenants.get(&job).cloned();
+        if known.is_some() {
+            return Ok(known);
+        }
+        let failed = |why: &dyn std::fmt::Display| ObjectError::Failed(format!("asking whose job {job} is: {why}"));
+        let answer = bus.job(job, None).await.map_err(|e| failed(&e))?;
+        if answer.is_empty() {
+            return Ok(None);
+        }
+        let found: JobForWorker = wire::decode("job", &answer).map_err(|e| failed(&e))?;
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        if state.tenants.len() >= TENANTS_KEPT {
+            state.tenants.clear();
+        }
+        state.tenants.insert(job, found.tenant.clone());
+        Ok(Some(found.tenant))
     }
 
     async fn fetch(&self, job: JobId, tenant: &TenantId, input: &ResolvedInput) -> Result<Arc<Cached>, ObjectError> {
@@ -172,20 +235,64 @@ fn source_text(source: &InputSource) -> String {
 }
 
 fn put_in_place(cached: &Cached, dirs: &Dirs, wanted: &str, executable: bool) -> io::Result<()> {
-    let target = dirs.work().join(wanted);
-    let parent = target.parent().unwrap_or(&target);
-    dirs.make_dir(parent)?;
+    let wanted = Path::new(wanted);
+    let name = wanted.file_name().ok_or(io::ErrorKind::InvalidInput)?;
+    let parent = dirs.make_in_work(wanted.parent().unwrap_or(Path::new("")))?;
     // A task that runs as another user can't change what it is linked to; one that runs as ours could, so it gets a copy.
-    if dirs.owner().is_some() && !executable && fs::hard_link(&cached.path, &target).is_ok() {
+    if dirs.owner().is_some()
+        && !executable
+        && rustix::fs::linkat(rustix::fs::CWD, &cached.path, &parent, name, rustix::fs::AtFlags::empty()).is_ok()
+    {
         return Ok(());
     }
-    let part = parent.join(format!(".volley-input-{}", std::process::id()));
-    let copied = fs::copy(&cached.path, &part).and_then(|_| {
-        fs::set_permissions(&part, fs::Permissions::from_mode(if executable { 0o555 } else { 0o444 }))?;
-        fs::rename(&part, &target)
-    });
+    let part = format!(".volley-input-{}", std::process::id());
+    let copied = copy(&cached.path, &parent, &part, if executable { 0o555 } else { 0o444 })
+        .and_then(|()| Ok(rustix::fs::renameat(&parent, &part, &parent, name)?));
     if copied.is_err() {
-        let _ = fs::remove_file(&part);
+        let _ = rustix::fs::unlinkat(&parent, &part, rustix::fs::AtFlags::empty());
     }
     copied
+}
+
+/// Copies a file into a directory held open, as a new file.
+fn copy(from: &Path, parent: &OwnedFd, name: &str, mode: u32) -> io::Result<()> {
+    // Left by an attempt that was ended in the middle.
+    let _ = rustix::fs::unlinkat(parent, name, rustix::fs::AtFlags::empty());
+    let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let mut to = fs::File::from(rustix::fs::openat(parent, name, flags, Mode::from_raw_mode(0o600))?);
+    io::copy(&mut fs::File::open(from)?, &mut to)?;
+    Ok(rustix::fs::fchmod(&to, Mode::from_raw_mode(mode))?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::beneath::tests::Swapping;
+
+    #[test]
+    fn nothing_outside_is_written_while_directories_are_swapped_for_links() {
+        let place = tempfile::tempdir().expect("a directory");
+        let (path, outside) = (place.path().join("cached"), place.path().join("outside"));
+        fs::write(&path, "input").expect("written");
+        fs::create_dir(&outside).expect("made");
+        let cached = Cached { path, bytes: 5 };
+        // To become another user takes root; a link is made only for one.
+        let owner = rustix::process::geteuid().is_root().then_some((65_534, 65_534));
+        for (slot, owner) in [None, owner].into_iter().enumerate() {
+            let mut dirs = Dirs::new(place.path().join(format!("slots/{slot}")), owner);
+            dirs.make().expect("made");
+            let swapping = Swapping::start(&dirs.work(), "d", &outside);
+            let mut placed = 0;
+            for number in 0..1_000 {
+                placed += usize::from(put_in_place(&cached, &dirs, &format!("d/{number}/file"), number % 2 == 0).is_ok());
+                placed += usize::from(put_in_place(&cached, &dirs, "d/file", number % 2 == 0).is_ok());
+                let _ = dirs.make_in_work(Path::new("d/work"));
+            }
+            swapping.end();
+            assert!(placed > 0);
+            assert_eq!(fs::read_dir(&outside).expect("there").count(), 0);
+            let meta = fs::metadata(&outside).expect("there");
+            assert_eq!(std::os::unix::fs::MetadataExt::uid(&meta), rustix::process::geteuid().as_raw());
+        }
+    }
 }

@@ -5,6 +5,7 @@
 //! decision about a job: those are the coordinator's.
 
 pub mod attempt;
+mod beneath;
 pub mod bundle;
 pub mod capture;
 pub mod cgroup;
@@ -25,6 +26,7 @@ pub mod persist;
 mod place;
 pub mod ports;
 pub mod prepare;
+pub mod reach;
 pub mod reclaim;
 pub mod report;
 pub mod restore;

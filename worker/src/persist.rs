@@ -3,18 +3,22 @@
 //! Owns finding outputs, the small result, the order (files, logs, then the list of files) and what is said of each. A task that left
 //! nothing costs no request. Does not own retries (`io/objects`).
 
-use std::fs::{self, File, OpenOptions};
+use std::fs::File;
 use std::io::{self, Read};
-use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
+use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use bytes::Bytes;
 use futures::{StreamExt, TryStreamExt};
+use rustix::fs::{FileType, OFlags};
+use rustix::io::Errno;
 use serde::Serialize;
 use volley_jobspecs::ids::AttemptName;
 use volley_jobspecs::keys;
 use volley_jobspecs::wire::report::{Outputs, RESULT_BYTES_MAX, Stream};
 
+use crate::beneath;
 use crate::capture::Capture;
 use crate::dirs::Dirs;
 use crate::ports::{ObjectError, Objects};
@@ -71,11 +75,49 @@ pub struct Kept {
     pub notes: Vec<String>,
 }
 
+/// A directory of a task, held open: whatever is put in its place, what is found is what was in it.
+#[derive(Debug)]
+struct Root {
+    dir: OwnedFd,
+    path: PathBuf,
+    owner: Option<(u32, u32)>,
+}
+
+impl Root {
+    /// None when it isn't there: the task removed it.
+    fn open(path: PathBuf, owner: Option<(u32, u32)>) -> Result<Option<Arc<Self>>, PersistError> {
+        match beneath::root(&path) {
+            Ok(dir) => Ok(Some(Arc::new(Self { dir, path, owner }))),
+            Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
+            Err(source) => Err(PersistError::Read { path, source }),
+        }
+    }
+
+    fn failed(&self, below: &Path, source: io::Error) -> PersistError {
+        PersistError::Read { path: self.path.join(below), source }
+    }
+}
+
+/// A file that was found.
+#[derive(Debug, Clone)]
+struct Place {
+    root: Arc<Root>,
+    path: PathBuf,
+}
+
+impl Place {
+    fn open(&self) -> io::Result<File> {
+        beneath::open_plain(&self.root.dir, &self.path, self.root.owner)
+    }
+}
+
+type Files = Vec<(String, Place)>;
+
 /// What a command left, found but not yet kept.
 #[derive(Debug, Default)]
 pub struct Left {
     kept: Kept,
-    files: Vec<(String, PathBuf)>,
+    files: Files,
     logs: Vec<(&'static str, Vec<u8>)>,
 }
 
@@ -119,9 +161,15 @@ struct Entry {
 pub fn find(dirs: &Dirs, declared: &[String], stdout: &Capture, stderr: &Capture) -> Result<Left, PersistError> {
     let mut left = find_streams(stdout, stderr);
     let mut skipped = Vec::new();
-    walk(&dirs.out(), "", &mut left.files, &mut skipped)?;
-    for path in declared {
-        find_declared(&dirs.work(), path, &mut left.files, &mut skipped)?;
+    if let Some(out) = Root::open(dirs.out(), dirs.owner())? {
+        walk(&out, PathBuf::new(), "", &mut left.files, &mut skipped)?;
+    }
+    if !declared.is_empty()
+        && let Some(work) = Root::open(dirs.work(), dirs.owner())?
+    {
+        for path in declared {
+            find_declared(&work, path, &mut left.files, &mut skipped)?;
+        }
     }
     // Of two with one name, the one in the output directory counts: it came first.
     let mut seen = std::collections::BTreeSet::new();
@@ -167,7 +215,7 @@ pub async fn persist<O: Objects>(objects: &O, name: &AttemptName, left: Left) ->
         return Ok(kept);
     }
     let uploads = files.into_iter().map(|(path, place)| async move {
-        let file = open_plain(&place).map_err(|source| PersistError::Read { path: place, source })?;
+        let file = place.open().map_err(|source| place.root.failed(&place.path, source))?;
         let moved = objects.upload(&keys::attempt_output(name, &path), file).await.map_err(storage(&path))?;
         Ok(Entry { path, bytes: moved.bytes, sha256: moved.sha256 })
     });
@@ -187,7 +235,7 @@ fn take_result(left: &mut Left, declared: bool) {
     let Some(at) = left.files.iter().position(|(path, _)| path == RESULT_FILE) else { return };
     let Some((_, place)) = left.files.get(at) else { return };
     let mut bytes = Vec::new();
-    let read = open_plain(place).and_then(|file| file.take(RESULT_BYTES_MAX as u64 + 1).read_to_end(&mut bytes));
+    let read = place.open().and_then(|file| file.take(RESULT_BYTES_MAX as u64 + 1).read_to_end(&mut bytes));
     let why = match read {
         Err(e) => format!("can't be read: {e}"),
         Ok(_) if bytes.len() > RESULT_BYTES_MAX => format!("has more than {RESULT_BYTES_MAX} bytes"),
@@ -205,48 +253,40 @@ fn take_result(left: &mut Left, declared: bool) {
     left.kept.notes.push(format!("{RESULT_FILE} {why}; it is kept as an output file and is not the task's result"));
 }
 
-/// Opens a file that must be a plain one, whatever its name points to meanwhile.
-fn open_plain(path: &Path) -> io::Result<File> {
-    let file = OpenOptions::new().read(true).custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK).open(path)?;
-    if file.metadata()?.is_file() { Ok(file) } else { Err(io::Error::other("no plain file")) }
-}
-
-fn find_declared(work: &Path, declared: &str, files: &mut Vec<(String, PathBuf)>, skipped: &mut Vec<String>) -> Result<(), PersistError> {
-    // No part of the way may be a link: it would lead out of the task's directory.
-    let mut place = work.to_owned();
-    for part in Path::new(declared).components() {
-        place.push(part);
-        match fs::symlink_metadata(&place) {
-            Ok(meta) if meta.is_symlink() => {
-                skipped.push(format!("{declared} (symbolic link)"));
-                return Ok(());
-            }
-            Ok(_) => {}
-            // One that isn't there is left out.
-            Err(e) if matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => return Ok(()),
-            Err(source) => return Err(PersistError::Read { path: place, source }),
+fn find_declared(work: &Arc<Root>, declared: &str, files: &mut Files, skipped: &mut Vec<String>) -> Result<(), PersistError> {
+    let path = PathBuf::from(declared);
+    let found = beneath::open(&work.dir, &path, OFlags::PATH).and_then(|open| Ok(rustix::fs::fstat(open)?));
+    let kind = match found {
+        Ok(stat) => beneath::kind(&stat),
+        // No part of the way may be a link: it would lead out of the task's directory.
+        Err(e) if is_link(&e) => {
+            skipped.push(format!("{declared} (symbolic link)"));
+            return Ok(());
         }
-    }
+        // One that isn't there is left out.
+        Err(e) if matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => return Ok(()),
+        Err(source) => return Err(work.failed(&path, source)),
+    };
     let name = declared.trim_end_matches('/');
-    if place.is_dir() {
-        return walk(&place, &format!("{name}/"), files, skipped);
+    if kind == FileType::Directory {
+        return walk(work, path, &format!("{name}/"), files, skipped);
     }
-    add(name.to_owned(), place, files, skipped)
+    add(name.to_owned(), kind, Place { root: Arc::clone(work), path }, files, skipped)
 }
 
-fn add(name: String, place: PathBuf, files: &mut Vec<(String, PathBuf)>, skipped: &mut Vec<String>) -> Result<(), PersistError> {
-    let kind = fs::symlink_metadata(&place).map_err(|source| PersistError::Read { path: place.clone(), source })?;
-    let kind = kind.file_type();
-    let why = if kind.is_file() {
-        if name.len() > PATH_BYTES_MAX { "path too long" } else { "" }
-    } else if kind.is_symlink() {
-        "symbolic link"
-    } else if kind.is_socket() {
-        "socket"
-    } else if kind.is_fifo() {
-        "pipe"
-    } else {
-        "device"
+/// Did the kernel meet a link where none may be?
+fn is_link(error: &io::Error) -> bool {
+    error.raw_os_error() == Some(Errno::LOOP.raw_os_error())
+}
+
+fn add(name: String, kind: FileType, place: Place, files: &mut Files, skipped: &mut Vec<String>) -> Result<(), PersistError> {
+    let why = match kind {
+        FileType::RegularFile if name.len() > PATH_BYTES_MAX => "path too long",
+        FileType::RegularFile => "",
+        FileType::Symlink => "symbolic link",
+        FileType::Socket => "socket",
+        FileType::Fifo => "pipe",
+        _ => "device",
     };
     if !why.is_empty() {
         skipped.push(format!("{name} ({why})"));
@@ -260,31 +300,37 @@ fn add(name: String, place: PathBuf, files: &mut Vec<(String, PathBuf)>, skipped
 }
 
 /// Lists the plain files below a directory, in order of their names.
-fn walk(root: &Path, prefix: &str, files: &mut Vec<(String, PathBuf)>, skipped: &mut Vec<String>) -> Result<(), PersistError> {
-    let mut stack = vec![(root.to_owned(), prefix.to_owned(), 0)];
+fn walk(root: &Arc<Root>, from: PathBuf, prefix: &str, files: &mut Files, skipped: &mut Vec<String>) -> Result<(), PersistError> {
+    let mut stack = vec![(from, prefix.to_owned(), 0)];
     while let Some((dir, prefix, depth)) = stack.pop() {
-        let failed = |source| PersistError::Read { path: dir.clone(), source };
-        let mut entries = match fs::read_dir(&dir) {
-            Ok(entries) => entries.collect::<io::Result<Vec<_>>>().map_err(failed)?,
-            // The task removed its own output directory.
-            Err(e) if e.kind() == io::ErrorKind::NotFound => continue,
-            Err(source) => return Err(failed(source)),
+        let listed = beneath::open(&root.dir, &dir, OFlags::RDONLY | OFlags::DIRECTORY).and_then(|open| beneath::list(&open));
+        let mut entries = match listed {
+            Ok(entries) => entries,
+            // It was one a moment ago: somebody else under the same user changes it.
+            Err(e) if is_link(&e) || matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => {
+                skipped.push(format!("{prefix} (changed while it was read)"));
+                continue;
+            }
+            Err(source) => return Err(root.failed(&dir, source)),
         };
-        entries.sort_by_key(fs::DirEntry::file_name);
-        for entry in entries {
-            let Some(name) = entry.file_name().to_str().map(str::to_owned) else {
-                skipped.push(format!("{prefix}{} (name is not UTF-8)", entry.file_name().to_string_lossy()));
+        entries.sort_by(|(a, _), (b, _)| a.cmp(b));
+        for (file_name, kind) in entries {
+            let Some(name) = file_name.to_str() else {
+                skipped.push(format!("{prefix}{} (name is not UTF-8)", file_name.to_string_lossy()));
                 continue;
             };
-            let is_dir = entry.file_type().map_err(failed)?.is_dir();
-            if is_dir && depth >= DEPTH_MAX {
+            let path = dir.join(name);
+            if kind != FileType::Directory {
+                add(format!("{prefix}{name}"), kind, Place { root: Arc::clone(root), path }, files, skipped)?;
+            } else if depth >= DEPTH_MAX {
                 skipped.push(format!("{prefix}{name} (too deep)"));
-            } else if is_dir {
-                stack.push((entry.path(), format!("{prefix}{name}/"), depth + 1));
             } else {
-                add(format!("{prefix}{name}"), entry.path(), files, skipped)?;
+                stack.push((path, format!("{prefix}{name}/"), depth + 1));
             }
         }
     }
     Ok(())
 }
+
+#[cfg(test)]
+mod tests;

@@ -90,6 +90,8 @@ pub trait Objects: Clone + Send + Sync + 'static {
     fn download(&self, object: &ObjectName, path: &Path, sha256: Option<&str>) -> impl Future<Output = Result<Moved, ObjectError>> + Send;
     /// Writes a small object.
     fn put(&self, key: &str, bytes: Bytes) -> impl Future<Output = Result<(), ObjectError>> + Send;
+    /// The prefix of the cluster's own objects, if that is the object's bucket: empty, or ending in `/`.
+    fn own_prefix(&self, object: &ObjectName) -> Option<&str>;
     /// Writes a file as an object, in pieces, whatever its size.
     fn upload(&self, key: &str, file: std::fs::File) -> impl Future<Output = Result<Moved, ObjectError>> + Send;
 }

@@ -16,7 +16,7 @@ use crate::cgroup::Limits;
 use crate::dirs::{Dirs, Full};
 use crate::inputs::{InputError, Inputs};
 use crate::job::{ItemError, Job, Pages};
-use crate::ports::Objects;
+use crate::ports::{Bus, Objects};
 use crate::spawner::proto::Spawn;
 
 /// PATH of a task that doesn't set its own.
@@ -101,7 +101,8 @@ async fn room(dirs: &Dirs) -> Result<(), Full> {
 ///
 /// # Errors
 /// [`PrepareError`].
-pub async fn prepare<O: Objects>(
+pub async fn prepare<B: Bus, O: Objects>(
+    bus: &B,
     job: &Job,
     name: &AttemptName,
     dirs: &mut Dirs,
@@ -118,14 +119,14 @@ pub async fn prepare<O: Objects>(
     dirs.lend();
     for input in &task.inputs {
         // Boxed, as it is large, and most tasks have none.
-        Box::pin(inputs.place((job.id, &job.tenant), input, dirs)).await?;
+        Box::pin(inputs.place(bus, (job.id, &job.tenant), input, dirs)).await?;
     }
     let cwd = match &task.workdir {
         Some(workdir) => {
             let cwd = dirs.work().join(workdir);
             // Only below the task's own directory; an absolute one is the host's, and must be there.
-            if cwd.starts_with(dirs.work()) {
-                dirs.make_dir(&cwd).map_err(PrepareError::Dirs)?;
+            if let Ok(below) = cwd.strip_prefix(dirs.work()) {
+                dirs.make_in_work(below).map_err(PrepareError::Dirs)?;
             }
             cwd
         }

@@ -217,6 +217,38 @@ async fn inputs_are_there_checked_read_only_and_fetched_once() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn what_belongs_to_others_is_no_input() {
+    let mut w = World::start(|_| {}).await;
+    for key in ["specs/x", "uploads/acme/u1", "jobs/j999/main/0/1-1/out/f", "checkpoints/1", "lists/a", "uploads/public/u1"] {
+        w.objects.put_now(key, b"data!");
+    }
+    for (key, denied) in [
+        ("specs/x", true),
+        ("uploads/acme/u1", true),
+        ("jobs/j999/main/0/1-1/out/f", true),
+        ("checkpoints/1", true),
+        ("lists/../specs/x", true),
+        ("lists/a", false),
+        ("uploads/public/u1", false),
+    ] {
+        let spec = task(&format!(r#""command":["cat","x"],"inputs":[{{"from":"s3://cell/{key}","path":"x"}}]"#));
+        let end = w.run_one(&spec).await;
+        if denied {
+            assert_eq!(end.ending, failed(FailureClass::PolicyDenied), "{key}: {end:?}");
+            assert!(end.message.unwrap().contains("another tenant"));
+        } else {
+            assert_eq!((end.ending, text(&end.stdout).as_str()), (Ending::Succeeded, "data!"), "{key}");
+        }
+    }
+    let (other, _) = w.job(r#"{"count":1}"#, &task(r#""command":["true"]"#));
+    let key = format!("jobs/{other}/main/0/1-1/out/f");
+    w.objects.put_now(&key, b"data!");
+    let end = w.run_one(&task(&format!(r#""command":["cat","x"],"inputs":[{{"from":"s3://cell/{key}","path":"x"}}]"#))).await;
+    assert_eq!((end.ending, text(&end.stdout).as_str()), (Ending::Succeeded, "data!"), "outputs of the tenant's other jobs");
+    w.finish().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn cancel_hand_back_and_forget() {
     let mut w = World::start(|config| config.slots = 1).await;
     let (job, _) = w.job(r#"{"count":4}"#, &task(r#""command":"echo $$; exec sleep 100""#));

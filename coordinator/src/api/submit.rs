@@ -12,14 +12,14 @@ use axum::http::{HeaderMap, StatusCode};
 use axum::response::{IntoResponse, Response};
 use serde_json::{Value, json};
 use volley_jobspecs::api::{ErrorBody, IDEMPOTENCY_HEADER, PlanAnswer, SubmitAnswer};
-use volley_jobspecs::expand::ItemFile;
+use volley_jobspecs::expand::{FileFormat, ItemFile};
 use volley_jobspecs::keys;
 use volley_jobspecs::observe::is_recorded;
 use volley_jobspecs::pages::{LoadedPage, Page};
 use volley_jobspecs::parse::{SPEC_BYTES_MAX, parse_and_validate};
 use volley_jobspecs::plan::plan;
 use volley_jobspecs::resolve::{InputSource, ResolvedTask};
-use volley_jobspecs::spec::Isolation;
+use volley_jobspecs::spec::{FileSource, Isolation};
 use volley_jobspecs::validate::{Features, ValidJob};
 use volley_jobspecs::wire::plan::{self, SPEC_INLINE_BYTES_MAX, SpecRef};
 use volley_jobspecs::wire::record::Submit;
@@ -33,7 +33,7 @@ use super::error::ApiError;
 use super::extract::{QueryOf, body};
 use crate::driver::wall_us;
 use crate::io::items::{self as file_items, Counted, ItemsError};
-use crate::items::{self, Readable, Source};
+use crate::items::{self, Readable, Source, SourceError};
 use crate::state::effects::{Answer, Refusal};
 use crate::state::rows;
 use crate::trace;
@@ -67,6 +67,7 @@ pub async fn submit(
     let bytes = body(request, SPEC_BYTES_MAX, "put the items in a file and name it in items.jsonl").await?;
     let features = features(&app).await?;
     let job = super::blocking(move || Ok(parse_and_validate(&bytes, &features)?)).await?;
+    may_read_inputs(&app, &caller, &job).await?;
     if dry {
         return dry_run(&app, &caller, &job).await.map(|answer| Json(answer).into_response());
     }
@@ -131,6 +132,32 @@ async fn record(app: &App, caller: &Caller, job: &ValidJob, key: Option<String>,
             Err(ApiError::unavailable("the submit was answered with something else; ask again with the same key"))
         }
     }
+}
+
+/// Refuses inputs that are Volley's or another tenant's. Of those that a task's values complete the worker judges.
+async fn may_read_inputs(app: &App, caller: &Caller, job: &ValidJob) -> Result<(), ApiError> {
+    let readable = Readable { bucket: app.store.bucket(), prefix: app.store.prefix(), others: &app.items_buckets };
+    for (number, input) in job.task().inputs.iter().enumerate() {
+        if !input.from.starts_with("s3://") || input.from.contains("${") {
+            continue;
+        }
+        let source = FileSource { upload: None, s3: Some(input.from.clone()) };
+        let file = ItemFile { source, format: FileFormat::Jsonl, chunk: None };
+        let yours = match items::source(&file, &caller.tenant, &readable) {
+            Err(SourceError::NotYours { .. }) => false,
+            Ok(Source::Own { job: Some(id), .. }) => rows::facts(app.handle.rows(), id)?.is_some_and(|facts| facts.tenant == caller.tenant),
+            // What other buckets workers may read is a matter of their credentials.
+            Ok(_) | Err(_) => true,
+        };
+        if !yours {
+            let why = format!(
+                "{:?} belongs to Volley, to another tenant or to a job that is not there; inputs come from your own uploads, jobs and files",
+                input.from
+            );
+            return Err(ApiError::bad_spec(&format!("$.task.inputs[{number}].from"), why));
+        }
+    }
+    Ok(())
 }
 
 /// The level that all coordinators have reached.

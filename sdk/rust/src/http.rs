@@ -33,6 +33,24 @@ pub(crate) enum Repeat {
     IfUndone,
 }
 
+/// The path of a request below an endpoint's own. `Url` drops tabs and line ends from what it is given, and names of files may have
+/// them, so that everything is encoded before.
+fn path(base: &str, segments: &[String]) -> String {
+    let mut path = format!("{}/v1", base.trim_end_matches('/'));
+    // `.` and `..` would be taken for steps however they are encoded, and name nothing.
+    for segment in segments.iter().filter(|segment| !matches!(segment.as_str(), "." | "..")) {
+        path.push('/');
+        for byte in segment.bytes() {
+            // What RFC 3986 lets stand in a segment.
+            match char::from(byte) {
+                c if c.is_ascii_alphanumeric() || "-._~!$&'()*+,;=:@".contains(c) => path.push(c),
+                _ => path.push_str(&format!("%{byte:02X}")),
+            }
+        }
+    }
+    path
+}
+
 /// A request that can be sent again.
 #[derive(Debug, Clone)]
 pub(crate) struct Call {
@@ -219,9 +237,7 @@ impl Client {
         head_max: Option<Duration>,
     ) -> Result<Answer, Error> {
         let mut url = endpoint.clone();
-        if let Ok(mut segments) = url.path_segments_mut() {
-            segments.pop_if_empty().push("v1").extend(&call.path);
-        }
+        url.set_path(&path(endpoint.path(), &call.path));
         let mut request = self.shared.http.request(call.method.clone(), url).query(&call.query);
         if let Some(tenant) = &self.shared.tenant {
             request = request.query(&[("tenant", tenant)]);
@@ -339,5 +355,18 @@ impl Patience {
         self.client.tell(&error, wait);
         tokio::time::sleep(wait).await;
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn any_name_of_a_file_comes_through_as_it_is() {
+        let mut url = Url::parse("http://host/below/").expect("a URL");
+        let names = ["a\nb\tc\rd", "per%cent", "100%0A", "ü ?#[x]", "a\\b", "jobs:cancel", "."];
+        url.set_path(&path(url.path(), &names.map(str::to_owned)));
+        assert_eq!(url.as_str(), "http://host/below/v1/a%0Ab%09c%0Dd/per%25cent/100%250A/%C3%BC%20%3F%23%5Bx%5D/a%5Cb/jobs:cancel");
     }
 }

@@ -85,6 +85,10 @@ impl Objects for S3Objects {
         Ok(Moved { bytes: done.bytes, sha256: done.sha256 })
     }
 
+    fn own_prefix(&self, object: &ObjectName) -> Option<&str> {
+        object.bucket.as_deref().is_none_or(|bucket| bucket == self.own.bucket()).then(|| self.own.prefix())
+    }
+
     async fn put(&self, key: &str, bytes: Bytes) -> Result<(), ObjectError> {
         self.own.put(key, bytes).await.map(|_| ()).map_err(|e| ObjectError::Failed(e.to_string()))
     }

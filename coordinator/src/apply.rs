@@ -67,6 +67,7 @@ fn apply_lead(state: &mut State, sequence: u64, lead: &Lead) {
     state.head.round = 0;
     state.head.leader_sequence = sequence;
     state.head.now_ms = state.head.now_ms.max(lead.now_ms);
+    timers::sweep_due(state);
 }
 
 fn apply_decided(state: &mut State, sequence: u64, decided: &Decided, fx: &mut Effects) -> Result<(), ApplyError> {

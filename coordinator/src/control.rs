@@ -9,7 +9,7 @@ use volley_jobspecs::wire::record::{Control, Verb};
 use crate::state::effects::{Answer, Effects, Refusal};
 use crate::state::job::EndCause;
 use crate::state::task::{PAGE_TASKS, Phase};
-use crate::state::{State, Tenant, Timer, Token};
+use crate::state::{State, Tenant, Token};
 use crate::{finish, timers, uploads};
 
 /// The tenant whose principals may see and change everything.
@@ -143,9 +143,11 @@ fn rerun(state: &mut State, sequence: u64, tenant: &TenantId, id: JobId) -> Resu
 fn remove(state: &mut State, tenant: &TenantId, id: JobId) -> Result<(), Refusal> {
     may(state, tenant, id)?;
     let Some(job) = state.jobs.get(&id) else { return Err(Refusal::NoJob(id)) };
-    let Some(ended) = job.progress.ended_ms else { return Err(Refusal::NotEnded(id)) };
-    if let Some(after) = job.facts.plan.retention.job_ms {
-        state.timers.remove(&(ended.saturating_add(after), Timer::Forget(id)));
+    if job.progress.ended_ms.is_none() {
+        return Err(Refusal::NotEnded(id));
+    }
+    for timer in finish::retention_timers(id, &job.facts, &job.progress, &state.head) {
+        state.timers.remove(&timer);
     }
     state.head.forget.insert(id);
     Ok(())

@@ -7,7 +7,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use volley_jobspecs::ids::{TenantId, Term};
 use volley_jobspecs::wire::record::{Decision, Lead, Record, TenantPolicy};
-use volley_jobspecs::wire::{self, DecodeError};
+use volley_jobspecs::wire::{self, DecodeError, LEVEL_ROUNDS};
 
 use crate::apply::{self, ApplyError};
 use crate::control::OPERATOR;
@@ -52,11 +52,13 @@ pub enum CoreError {
     },
     /// Our state is not what the leader's was.
     #[error(
-        "after record {sequence} this coordinator's state differed from the leader's; its RocksDB directory must be dropped and rebuilt"
+        "after record {sequence} this coordinator's state differed from the leader's, whose digest is in record {record}; its RocksDB directory must be dropped and rebuilt. If it differs again once rebuilt, records are applied otherwise than they were: report it. To go on without this comparison, and so lose what else record {record} says: `volley log skip {record}`, then restart every coordinator"
     )]
     Digest {
-        /// Which record.
+        /// After which record.
         sequence: u64,
+        /// The record that carries the leader's digest.
+        record: u64,
     },
 }
 
@@ -153,9 +155,10 @@ impl Core {
                 self.store(rows, &mut fx, &mut all)?;
                 rows::load_job(&mut self.state, rows, job, settled)?;
             }
-            self.compare(&record)?;
+            self.compare(*sequence, &record)?;
             apply::apply(&mut self.state, *sequence, &record, &mut fx)?;
-            if sequence.is_multiple_of(RECORDS_PER_DIGEST) {
+            // Below, digests counted timers that a restart could lose: they say nothing.
+            if sequence.is_multiple_of(RECORDS_PER_DIGEST) && self.state.head.level >= LEVEL_ROUNDS {
                 self.digest(*sequence);
             }
         }
@@ -183,8 +186,8 @@ impl Core {
         }
     }
 
-    fn compare(&self, record: &Record) -> Result<(), CoreError> {
-        let Record::Decided(decided) = record else { return Ok(()) };
+    fn compare(&self, record: u64, content: &Record) -> Result<(), CoreError> {
+        let Record::Decided(decided) = content else { return Ok(()) };
         if decided.term != self.state.head.term {
             return Ok(());
         }
@@ -192,7 +195,7 @@ impl Core {
             if let Decision::Digest { sequence, hash } = decision
                 && self.digests.get(sequence).is_some_and(|ours| ours != hash)
             {
-                return Err(CoreError::Digest { sequence: *sequence });
+                return Err(CoreError::Digest { sequence: *sequence, record });
             }
         }
         Ok(())

@@ -5,6 +5,7 @@
 
 pub mod ended;
 
+use std::cmp::Reverse;
 use std::collections::BTreeMap;
 
 use volley_jobspecs::api::{Explanation, WorkerExplanation};
@@ -16,6 +17,9 @@ use crate::state::State;
 use crate::state::job::Job;
 use crate::state::task::{Cell, PAGE_TASKS, Phase};
 use crate::state::worker::{self, BUNDLES_PER_SLOT, Worker};
+
+/// Jobs named that hold the places a task waits for: enough to see whom to ask.
+const HOLDERS_NAMED: usize = 3;
 
 /// What only the leader knows.
 #[derive(Debug, Clone, Default)]
@@ -141,7 +145,25 @@ fn of_workers(job: &Job, state: &State, workers: &[WorkerExplanation]) -> String
             "a worker would take it: it is about to be given out ({ahead} tasks of this job wait, jobs of higher priority or with less of their share go first)"
         );
     }
-    "every worker that could run this task is busy, draining, quarantined or silent; see each worker's reasons".to_owned()
+    let holders = holders(state, job);
+    let held = if holders.is_empty() { String::new() } else { format!(" ({holders})") };
+    format!("every worker that could run this task is busy{held}, draining, quarantined or silent; see each worker's reasons")
+}
+
+/// Which other jobs hold places on workers that could run the job's tasks, those with most first.
+fn holders(state: &State, job: &Job) -> String {
+    let fit = state.workers.values().filter(|worker| worker::unfit(&worker.info, &job.facts.plan.needs).is_empty());
+    let mut places: BTreeMap<JobId, usize> = BTreeMap::new();
+    fit.flat_map(|worker| worker.bundles.values()).for_each(|bundle| *places.entry(bundle.job).or_default() += 1);
+    let all: usize = places.values().sum();
+    let mut others: Vec<(JobId, usize)> = places.into_iter().filter(|(id, _)| *id != job.id).collect();
+    others.sort_by_key(|(id, count)| (Reverse(*count), *id));
+    let named = others.iter().take(HOLDERS_NAMED).map(|(id, count)| format!("job {id} holds {count} of the {all} places taken"));
+    let mut text: Vec<String> = named.collect();
+    if others.len() > HOLDERS_NAMED {
+        text.push(format!("{} more jobs the others", others.len() - HOLDERS_NAMED));
+    }
+    text.join(", ")
 }
 
 /// Everything between the job's tasks and one worker.

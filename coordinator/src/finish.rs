@@ -101,20 +101,21 @@ pub fn done(state: &mut State, id: JobId, what: Trailing, fx: &mut Effects) {
     }
 }
 
-/// When an ended job's things are to go.
+/// When an ended job's things are to go. These are exactly the timers the state has of it: what was loaded must have the same.
+///
+/// None once the job is to be forgotten: everything of it goes then. The timer that says so fires once, and until its rows are gone
+/// the job is in `head.forget`. That objects of failed attempts went leaves no trace, so time alone tells whether it is still to
+/// come ([`timers::sweep_due`]).
 #[must_use]
 pub fn retention_timers(id: JobId, facts: &Facts, progress: &Progress, head: &Head) -> Vec<(u64, Timer)> {
-    let Some(ended) = progress.ended_ms else { return Vec::new() };
+    let Some(ended) = progress.ended_ms.filter(|_| !head.forget.contains(&id)) else { return Vec::new() };
     let keep = facts.plan.retention;
-    let mut timers = Vec::new();
     let at = |after: u64| ended.saturating_add(after);
-    if let Some(after) = keep.failed_objects_ms.filter(|after| at(*after) > head.now_ms) {
-        timers.push((at(after), Timer::FailedObjects(id)));
-    }
-    if let Some(after) = keep.job_ms.filter(|after| at(*after) > head.now_ms) {
-        timers.push((at(after), Timer::Forget(id)));
-    }
-    timers
+    let forget = keep.job_ms.map(at);
+    // Those that would go with the job, or later, need no timer of their own.
+    let sweep = keep.failed_objects_ms.map(at).filter(|sweep| *sweep > head.now_ms && forget.is_none_or(|forget| *sweep < forget));
+    let sweep = sweep.map(|at| (at, Timer::FailedObjects(id)));
+    sweep.into_iter().chain(forget.map(|at| (at, Timer::Forget(id)))).collect()
 }
 
 /// Lets go of pages and jobs that nothing will change any more. They stay in RocksDB.
@@ -141,3 +142,6 @@ pub fn evict(state: &mut State, fx: &mut Effects) {
         fx.jobs.insert(id);
     }
 }
+
+#[cfg(test)]
+mod tests;

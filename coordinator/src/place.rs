@@ -151,6 +151,8 @@ struct Candidate<'a> {
     worker: &'a Worker,
     bundles: u32,
     promised: Promised,
+    /// A queue that comes first waits for an idle slot here: what comes behind it gets no waiting place, or no slot would ever be idle.
+    reserved: bool,
 }
 
 impl Candidate<'_> {
@@ -171,7 +173,7 @@ pub fn place(scheduler: &mut Scheduler, state: &State, now_ms: u64, silent: &BTr
     let mut candidates: Vec<Candidate<'_>> = Vec::new();
     let takes_more = |w: &Worker| worker::takes_more(w, state.head.now_ms);
     for (name, worker) in state.workers.iter().filter(|(name, w)| takes_more(w) && !silent.contains(*name)) {
-        candidates.push(Candidate { name, worker, bundles: worker.bundles.len() as u32, promised: worker.promised });
+        candidates.push(Candidate { name, worker, bundles: worker.bundles.len() as u32, promised: worker.promised, reserved: false });
     }
     if candidates.is_empty() {
         return Vec::new();
@@ -183,7 +185,7 @@ pub fn place(scheduler: &mut Scheduler, state: &State, now_ms: u64, silent: &BTr
     let mut runs = 0;
     while assignments.len() < ROUND_ASSIGNMENTS_MAX && runs < ROUND_RUNS_MAX {
         let Some(mut queue) = shares.pop() else { break };
-        let Some((at, assignment)) = fit(scheduler, &mut queue, &candidates, &by_load, slots) else { continue };
+        let Some((at, assignment)) = fit(scheduler, &mut queue, &mut candidates, &by_load, slots) else { continue };
         let candidate = &mut candidates[at];
         by_load.remove(&(candidate.load(), at));
         candidate.bundles += 1;
@@ -202,34 +204,35 @@ pub fn place(scheduler: &mut Scheduler, state: &State, now_ms: u64, silent: &BTr
     assignments
 }
 
-/// The least loaded worker that takes the queue's next bundle.
+/// The least loaded worker that takes the queue's next bundle. When none does only because no slot is idle, those that could are
+/// reserved.
 fn fit(
     scheduler: &Scheduler,
     queue: &mut Queue<'_>,
-    candidates: &[Candidate<'_>],
+    candidates: &mut [Candidate<'_>],
     by_load: &BTreeSet<(u64, usize)>,
     slots: u32,
 ) -> Option<(usize, Assignment)> {
     let job = queue.job;
     let needs = &job.facts.plan.needs;
     let next = queue.waiting.peek()?;
-    let avoided = scheduler.avoid.get(&(job.id, next));
+    let could = |c: &Candidate<'_>| worker::unfit(&c.worker.info, needs).is_empty();
+    // The worker where it failed is taken only if no other could ever run it.
+    let avoided = scheduler.avoid.get(&(job.id, next)).filter(|bad| candidates.iter().any(|c| c.name != *bad && could(c)));
     let may_wait = scheduler.may_wait(job.id);
     let fits = |c: &Candidate<'_>| {
         let idle = c.bundles < c.worker.info.slots;
-        worker::unfit(&c.worker.info, needs).is_empty()
-            && (idle || may_wait)
+        avoided != Some(c.name)
+            && (idle || (may_wait && !c.reserved))
+            && could(c)
             && c.promised.fits(needs, &c.worker.info, if idle { 1 } else { BUNDLES_PER_SLOT })
     };
-    let mut fitting = by_load.iter().map(|(_, at)| *at).filter(|at| fits(&candidates[*at]));
-    let at = match avoided {
-        None => fitting.next()?,
-        // The worker where it failed is taken only if no other could ever run it.
-        Some(bad) => match fitting.find(|at| candidates[*at].name != bad) {
-            Some(at) => at,
-            None if candidates.iter().any(|c| c.name != bad && worker::unfit(&c.worker.info, needs).is_empty()) => return None,
-            None => by_load.iter().map(|(_, at)| *at).find(|at| fits(&candidates[*at]))?,
-        },
+    let Some(at) = by_load.iter().map(|(_, at)| *at).find(|at| fits(&candidates[*at])) else {
+        if !may_wait {
+            let busy = |c: &Candidate<'_>| c.bundles >= c.worker.info.slots && avoided != Some(c.name) && could(c);
+            candidates.iter_mut().filter(|c| busy(c)).for_each(|c| c.reserved = true);
+        }
+        return None;
     };
     let alone = |index| scheduler.avoid.contains_key(&(job.id, index));
     let size = scheduler.bundle_tasks(job.id, queue.waiting.left(), slots).min(queue.starts);
@@ -310,3 +313,6 @@ fn says_something(class: FailureClass) -> bool {
 fn blames_worker(class: FailureClass) -> bool {
     matches!(class, FailureClass::RestoreFailed | FailureClass::GuestLost | FailureClass::StartTimeout | FailureClass::StorageFailed)
 }
+
+#[cfg(test)]
+mod tests;

@@ -29,6 +29,20 @@ pub fn tick(state: &mut State, sequence: u64, now_ms: u64, fx: &mut Effects) {
         state.timers.remove(&entry);
         fire(state, sequence, entry.1, fx);
     }
+    sweep_due(state);
+}
+
+/// Fires what is due of [`Timer::FailedObjects`]. No row says that such a timer has fired: it counts as fired when its time is over.
+/// So none may be left whenever time has moved, or a coordinator that is restarted then would not have it any more.
+pub fn sweep_due(state: &mut State) {
+    let due = state.timers.iter().take_while(|(due, _)| *due <= state.head.now_ms);
+    let due: Vec<_> = due.filter(|(_, timer)| matches!(timer, Timer::FailedObjects(_))).cloned().collect();
+    for entry in due {
+        state.timers.remove(&entry);
+        if let Timer::FailedObjects(id) = entry.1 {
+            state.head.sweep.insert(id);
+        }
+    }
 }
 
 /// Starts the clock of a job that was submitted since the last Tick.

@@ -8,6 +8,8 @@ use volley_jobspecs::wire::record::{Decided, Record};
 use volley_jobspecs::wire::work::{Beat, BeatAnswer, WorkAnswer};
 use volley_jobspecs::wire::{self};
 
+use super::demands;
+
 /// How long a lease holds from when its renewal was sent.
 pub const GIVE_UP_MS: u64 = 4_000;
 
@@ -65,8 +67,18 @@ impl Coordinator {
         self.up && self.frozen_until <= world_ms
     }
 
+    /// What a restart would load is what is there.
+    pub fn reloads(&self) {
+        demands::same_state(Core::open(&self.rows).unwrap().state(), self.core.state());
+    }
+
     /// kill -9 and a restart: only the rows stay.
     pub fn restart(&mut self, clock_offset: u64) {
+        self.reloads();
+        self.begin(clock_offset);
+    }
+
+    fn begin(&mut self, clock_offset: u64) {
         self.core = Core::open(&self.rows).unwrap();
         self.up = true;
         self.clock_offset = clock_offset;
@@ -82,7 +94,7 @@ impl Coordinator {
         self.rows = MapRows::default();
         let rows = checkpoint.iter().map(|((table, key), value)| Write::Put(*table, key.clone(), value.clone()));
         self.rows.write(rows.collect()).unwrap();
-        self.restart(clock_offset);
+        self.begin(clock_offset);
     }
 
     pub fn step_down(&mut self) {

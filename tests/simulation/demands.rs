@@ -5,7 +5,8 @@
 //! - attempts never exceed their budget;
 //! - no task runs twice at once unless its worker was declared lost or restarted;
 //! - nothing runs above a worker's slots, and at most one bundle a slot waits;
-//! - applying the log from empty gives the same bytes, however it is cut into batches.
+//! - applying the log from empty gives the same bytes, however it is cut into batches;
+//! - what is loaded from the rows is what applying gave, after records and at each restart.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -67,7 +68,10 @@ pub fn submit(random: &mut Random, key: u64) -> Submit {
             labels: BTreeMap::new(),
             limits: false,
         },
-        retention: Retention { job_ms: None, failed_objects_ms: None },
+        retention: Retention {
+            job_ms: random.one_in(3).then(|| random.below(60_000)),
+            failed_objects_ms: random.one_in(2).then(|| random.below(40_000)),
+        },
         items: None,
     };
     let actor = Actor { tenant: TenantId::new("default").unwrap(), principal: "person".to_owned(), request_id: format!("s{key}") };
@@ -93,6 +97,9 @@ pub fn after_apply(world: &mut World, at: usize) {
     // Walking everything costs more than all else together; what breaks stays broken for more than a few batches.
     if !world.random.one_in(4) {
         return;
+    }
+    if world.random.one_in(4) {
+        world.coordinators[at].reloads();
     }
     let state = world.coordinators[at].core.state();
     let mut broken = invariants::broken(state);
@@ -260,7 +267,7 @@ fn replay(log: &[(u64, Vec<u8>)], batch: usize) -> MapRows {
 }
 
 /// Loading must give what applying gave.
-fn same_state(loaded: &State, applied: &State) {
+pub fn same_state(loaded: &State, applied: &State) {
     let at = applied.head.sequence;
     assert_eq!(loaded.head, applied.head, "head at {at}");
     assert_eq!(loaded.timers, applied.timers, "timers at {at}");

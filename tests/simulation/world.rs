@@ -529,11 +529,12 @@ impl World {
             .filter(|(_, bytes)| matches!(wire::decode::<Record>("r", bytes), Ok(Record::Submit(_))));
         let jobs: Vec<u64> = submits.map(|(sequence, _)| sequence).collect();
         let job = JobId(jobs[self.random.below(jobs.len() as u64) as usize]);
-        let verb = match self.random.below(8) {
+        let verb = match self.random.below(10) {
             0 => Verb::Cancel { job, stop_running: self.random.one_in(2), reason: String::new() },
             1 | 2 => Verb::Pause { job },
             3 | 4 => Verb::Resume { job },
             5 | 6 => Verb::Rerun { job },
+            7 | 8 => Verb::Remove { job },
             _ => Verb::Drain { worker: self.hosts[0].name.clone(), on: self.random.one_in(2) },
         };
         self.control(verb);

@@ -213,7 +213,8 @@ impl State {
         self.tenant_bundles.get(tenant).copied().unwrap_or(0)
     }
 
-    /// Hash over all that the log decides: equal on every coordinator that applied the same records.
+    /// Hash over all that the log decides: equal on every coordinator that applied the same records. What follows from the rest (timers,
+    /// indexes, counters) is left out: tests check that it does.
     #[must_use]
     pub fn digest(&self) -> [u8; 16] {
         let mut hasher = blake3::Hasher::new();
@@ -242,7 +243,6 @@ impl State {
         self.uploads.iter().for_each(|((t, k), v)| feed([rows::encode(t), rows::encode(k), rows::encode(v)].concat()));
         self.tenants.iter().for_each(|(k, v)| feed([rows::encode(k), rows::encode(v)].concat()));
         self.tokens.iter().for_each(|(k, v)| feed([rows::encode(k), rows::encode(v)].concat()));
-        feed(rows::encode(&(self.timers.len() as u64)));
         let mut digest = [0; 16];
         digest.copy_from_slice(&hasher.finalize().as_bytes()[..16]);
         digest

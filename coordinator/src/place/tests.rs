@@ -1,0 +1,260 @@
+//! Jobs that come late: what runs already must not keep them from their share.
+
+use volley_jobspecs::backoff::Backoff;
+use volley_jobspecs::ids::{BundleId, Incarnation, Term};
+use volley_jobspecs::wire::plan::{Isolation, JobPlan, Needs, Retention, Retry, SpecRef};
+use volley_jobspecs::wire::record::{Actor, Control, Decided, Decision, Lead, Record, Submit, TenantPolicy, Verb};
+use volley_jobspecs::wire::report::{AttemptEnd, Report, Timing};
+use volley_jobspecs::wire::work::WorkerInfo;
+
+use super::*;
+use crate::apply::apply;
+use crate::control::OPERATOR;
+use crate::explain::{Heard, explain};
+use crate::state::Tenant;
+use crate::state::effects::Effects;
+use crate::track::open_name;
+
+/// Workers of the small cluster.
+const WORKERS: u64 = 2;
+/// Slots of each.
+const SLOTS: u32 = 4;
+/// Steps of its time, in milliseconds.
+const STEP_MS: u64 = 10;
+
+/// The state machine with workers that run every task in a fixed time, one bundle a slot, in the order they came.
+struct Cluster {
+    state: State,
+    scheduler: Scheduler,
+    now_ms: u64,
+    round: u64,
+    took: BTreeMap<JobId, u64>,
+    /// Since when the present task of each bundle runs.
+    since: BTreeMap<BundleId, u64>,
+}
+
+impl Cluster {
+    fn new() -> Self {
+        let mut cluster = Self {
+            state: State::default(),
+            scheduler: Scheduler::new(BUNDLE_MS, BUNDLE_TASKS_MAX),
+            now_ms: 0,
+            round: 0,
+            took: BTreeMap::new(),
+            since: BTreeMap::new(),
+        };
+        for name in ["default", OPERATOR] {
+            cluster.state.tenants.insert(name.parse().unwrap(), Tenant { policy: TenantPolicy::default() });
+        }
+        cluster.apply(&Record::Lead(Lead { term: Term(1), coordinator: "c".into(), now_ms: 0 }));
+        let joined = |at| Decision::WorkerJoined { worker: worker(at), incarnation: Incarnation(1), info: info() };
+        cluster.decide((0..WORKERS).map(joined).collect());
+        cluster
+    }
+
+    fn apply(&mut self, record: &Record) -> u64 {
+        let sequence = self.state.head.sequence + 1;
+        let mut fx = Effects::default();
+        apply(&mut self.state, sequence, record, &mut fx).unwrap();
+        self.scheduler.learn(&fx.attempts);
+        sequence
+    }
+
+    fn decide(&mut self, decisions: Vec<Decision>) {
+        self.round += 1;
+        self.apply(&Record::Decided(Decided { term: Term(1), round: self.round, decisions }));
+    }
+
+    fn tenant(&mut self, name: &str, weight: u32) {
+        let policy = TenantPolicy { weight, priority_max: 1_000, ..TenantPolicy::default() };
+        let verb = Verb::PutTenant { tenant: name.parse().unwrap(), policy };
+        self.apply(&Record::Control(Control { actor: actor(OPERATOR), verb }));
+    }
+
+    /// Submits a job of tasks that take `took_ms` each.
+    fn submit(&mut self, tenant: &str, tasks: u32, priority: i16, took_ms: u64) -> JobId {
+        let submit = Submit {
+            actor: actor(tenant),
+            idempotency_key: format!("{}", self.state.head.sequence),
+            spec_hash: "h".to_owned(),
+            plan: plan(tasks, priority),
+            spec: SpecRef::Inline(Vec::new().into()),
+            trace: None,
+            uploads: Vec::new(),
+        };
+        let job = JobId(self.apply(&Record::Submit(Box::new(submit))));
+        self.took.insert(job, took_ms);
+        job
+    }
+
+    fn step(&mut self) {
+        self.now_ms += STEP_MS;
+        for at in 0..WORKERS {
+            let ends = self.ends(&worker(at));
+            if !ends.is_empty() {
+                self.apply(&Record::Report(Report { worker: worker(at), incarnation: Incarnation(1), number: 0, ends }));
+            }
+        }
+        let assignments = place(&mut self.scheduler, &self.state, self.now_ms, &BTreeSet::new());
+        self.decide(vec![Decision::Tick(self.now_ms), Decision::Assign(assignments)]);
+    }
+
+    /// What ends now on a worker.
+    fn ends(&mut self, name: &WorkerId) -> Vec<AttemptEnd> {
+        let mut ends = Vec::new();
+        for (id, bundle) in self.state.workers[name].bundles.iter().take(SLOTS as usize) {
+            let since = self.since.entry(*id).or_insert(self.now_ms - STEP_MS);
+            let took = self.took[&bundle.job];
+            let open = bundle.indices().find_map(|index| open_name(&self.state, bundle.job, index, *id));
+            if let Some(name) = open.filter(|_| self.now_ms - *since >= took) {
+                *since = self.now_ms;
+                ends.push(AttemptEnd {
+                    name,
+                    ending: Ending::Succeeded,
+                    code: Some(0),
+                    message: None,
+                    isolation: Isolation::Null,
+                    timing: Timing { run_ms: took as u32, ..Timing::default() },
+                    usage: None,
+                    result: None,
+                    stdout: None,
+                    stderr: None,
+                    outputs: None,
+                });
+            }
+        }
+        ends
+    }
+
+    fn run(&mut self, ms: u64) {
+        (0..ms / STEP_MS).for_each(|_| self.step());
+    }
+
+    /// How long from now until the job ends, in milliseconds; it may take `most_ms`.
+    fn until_ended(&mut self, job: JobId, most_ms: u64) -> u64 {
+        let began = self.now_ms;
+        while self.state.jobs.get(&job).is_some_and(|job| job.progress.ended_ms.is_none()) {
+            assert!(self.now_ms - began <= most_ms, "{:?}", self.state.jobs[&job].counts());
+            self.step();
+        }
+        self.now_ms - began
+    }
+
+    /// Slots that run something of the job now.
+    fn slots_of(&self, job: JobId) -> usize {
+        let running = self.state.workers.values().flat_map(|w| w.bundles.values().take(SLOTS as usize));
+        running.filter(|bundle| bundle.job == job).count()
+    }
+}
+
+fn worker(at: u64) -> WorkerId {
+    format!("w{at}").parse().unwrap()
+}
+
+fn actor(tenant: &str) -> Actor {
+    Actor { tenant: tenant.parse().unwrap(), principal: "person".to_owned(), request_id: "r".to_owned() }
+}
+
+fn info() -> WorkerInfo {
+    WorkerInfo {
+        slots: SLOTS,
+        cpu_milli: 64_000,
+        memory_bytes: 1 << 40,
+        disk_bytes: 1 << 40,
+        isolation: vec![Isolation::Null],
+        labels: BTreeMap::new(),
+        limits: true,
+        build: String::new(),
+        host: String::new(),
+    }
+}
+
+fn plan(tasks: u32, priority: i16) -> JobPlan {
+    JobPlan {
+        name: "job".to_owned(),
+        labels: BTreeMap::new(),
+        tasks,
+        priority,
+        weight: 100,
+        concurrency: None,
+        rate: None,
+        fail_fast: None,
+        queue_ms: None,
+        total_ms: None,
+        start_ms: 60_000,
+        run_ms: 60_000,
+        retry: Retry { attempts: 1, infra_attempts: 10, backoff: Backoff::default(), rules: Vec::new() },
+        needs: Needs { cpu_milli: 1, memory_bytes: 0, disk_bytes: 0, isolation: Isolation::Null, labels: BTreeMap::new(), limits: false },
+        retention: Retention { job_ms: None, failed_objects_ms: None },
+        items: None,
+    }
+}
+
+#[test]
+fn a_job_alone_fills_the_waiting_places_and_loses_no_time() {
+    let mut cluster = Cluster::new();
+    let hog = cluster.submit("default", 2_500, 0, 100);
+    cluster.run(2_000);
+    assert_eq!(cluster.state.jobs[&hog].bundles, WORKERS as u32 * SLOTS * BUNDLES_PER_SLOT);
+    let took = 2_000 + cluster.until_ended(hog, 60_000);
+    let least = 2_500 * 100 / (WORKERS * u64::from(SLOTS));
+    assert!(took <= least + least / 20, "{took} ms of at least {least}");
+}
+
+#[test]
+fn a_late_job_of_higher_priority_goes_first() {
+    let mut cluster = Cluster::new();
+    cluster.tenant("vip", 300);
+    let hog = cluster.submit("default", 2_500, 0, 100);
+    cluster.run(5_000);
+    let vip = cluster.submit("vip", 5, 100, 100);
+    let said = explain(&cluster.state, vip, 0, &Heard::default()).summary;
+    assert!(said.contains(&format!("job {hog} holds 16 of the 16 places taken")), "{said}");
+    let took = cluster.until_ended(vip, 2_000);
+    assert!(took <= 600, "{took} ms");
+    // And the first has its waiting places again.
+    cluster.run(1_000);
+    assert_eq!(cluster.state.jobs[&hog].bundles, WORKERS as u32 * SLOTS * BUNDLES_PER_SLOT);
+}
+
+#[test]
+fn a_late_job_of_equal_priority_gets_its_share_by_weight() {
+    for (tenant, weight, share) in [("default", 100, 4.0), ("vip", 100, 4.0), ("vip", 300, 6.0)] {
+        let mut cluster = Cluster::new();
+        cluster.tenant(tenant, weight);
+        let hog = cluster.submit("default", 100_000, 0, 100);
+        cluster.run(5_000);
+        // Too long to wait behind others: only an idle slot will do, ever.
+        let late = cluster.submit(tenant, 1_000, 0, 2_500);
+        cluster.run(5_000);
+        let (mut of_late, mut of_hog, mut seen) = (0, 0, 0);
+        for _ in 0..3_000 {
+            cluster.step();
+            (of_late, of_hog, seen) = (of_late + cluster.slots_of(late), of_hog + cluster.slots_of(hog), seen + 1);
+        }
+        let (of_late, of_hog) = (of_late as f64 / f64::from(seen), of_hog as f64 / f64::from(seen));
+        assert!((of_late - share).abs() <= 1.0, "weight {weight}: {of_late} slots, its share is {share}; the first has {of_hog}");
+        assert!(of_late + of_hog >= 7.0, "weight {weight}: {of_late} and {of_hog} of 8 slots are used");
+    }
+}
+
+#[test]
+fn a_late_job_waits_only_where_it_could_run() {
+    let mut cluster = Cluster::new();
+    let hog = cluster.submit("default", 2_500, 0, 100);
+    cluster.run(5_000);
+    let mut only = plan(5, 100);
+    only.needs.isolation = Isolation::Microvm;
+    let late = Submit {
+        actor: actor("default"),
+        idempotency_key: "late".to_owned(),
+        spec_hash: "h".to_owned(),
+        plan: only,
+        spec: SpecRef::Inline(Vec::new().into()),
+        trace: None,
+        uploads: Vec::new(),
+    };
+    cluster.apply(&Record::Submit(Box::new(late)));
+    cluster.run(1_000);
+    assert_eq!(cluster.state.jobs[&hog].bundles, WORKERS as u32 * SLOTS * BUNDLES_PER_SLOT, "no place is kept free for what can't use it");
+}

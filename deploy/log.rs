@@ -3,9 +3,12 @@
 //! Owns finding the NATS of a `volley up`, or starting it where that ended at a record it can't apply, and printing. Does not own what a line says (`coordinator/src/show.rs`).
 
 use std::io::Write as _;
+use std::path::{Path, PathBuf};
 
-use volley_cli::serve::{LogArgs, LogVerb};
-use volley_coordinator::io::bus::NatsConfig;
+use volley_cli::Exit;
+use volley_cli::sdk::config::ClusterFile;
+use volley_cli::serve::{LogArgs, LogVerb, NATS_DEFAULT, NatsArgs, UpArgs};
+use volley_coordinator::io::bus::{self, NatsConfig};
 use volley_coordinator::io::log::Log;
 use volley_coordinator::show;
 use volley_jobspecs::ids::JobId;
@@ -13,30 +16,53 @@ use volley_jobspecs::ids::JobId;
 use crate::embedded::{self, Nats, Secrets};
 use crate::serve::{self, Ended, line};
 
+/// What the verb ended with, in one line, and what to exit with.
+pub type LogEnded = Result<(), (Exit, String)>;
+
 /// Carries it out.
-pub async fn log(args: LogArgs) -> Ended {
-    let (config, own) = match &args.dir {
-        None => (serve::nats(args.nats)?, None),
-        Some(dir) => match embedded::running(dir)? {
-            Some(config) => (config, None),
-            None => {
-                let nats = Nats::start(dir, &Secrets::open(dir)?).await?;
-                (nats.config.clone(), Some(nats))
-            }
-        },
-    };
-    let done = carry_out(&config, args.verb).await;
+pub async fn log(args: LogArgs) -> LogEnded {
+    let (client, own) = open(args.dir.as_deref(), args.nats).await.map_err(|error| (Exit::Unavailable, error))?;
+    let done = carry_out(client, args.verb).await;
     if let Some(nats) = own {
         nats.stop().await;
     }
     done
 }
 
-async fn carry_out(config: &NatsConfig, verb: LogVerb) -> Ended {
-    let client = serve::connect(config, "log").await?;
-    let log = Log::existing(client).await.map_err(line)?;
+/// Connects to the NATS of a `volley up`, which is started if need be, or to the one that was named.
+async fn open(dir: Option<&Path>, nats: NatsArgs) -> Result<(async_nats::Client, Option<Nats>), String> {
+    let Some(dir) = dir else {
+        let config = serve::nats(nats)?;
+        // At once or not at all: a person waits, who may have meant another address.
+        let client = bus::connect(&config, "log").await.map_err(|error| format!("{}{}", line(error), hint(&config)))?.0;
+        return Ok((client, None));
+    };
+    let (config, own) = match embedded::running(dir)? {
+        Some(config) => (config, None),
+        None => {
+            let nats = Nats::start(dir, &Secrets::open(dir)?).await?;
+            (nats.config.clone(), Some(nats))
+        }
+    };
+    Ok((serve::connect(&config, "log").await?, own))
+}
+
+/// Where nobody named a NATS and there was a `volley up`, its NATS is meant, which has another address at each start.
+fn hint(config: &NatsConfig) -> String {
+    let file = std::env::var_os("VOLLEY_CONFIG").map(PathBuf::from).or_else(ClusterFile::default_path);
+    if config.url != NATS_DEFAULT || !file.is_some_and(|file| file.exists()) {
+        return " (--nats URL names another)".to_owned();
+    }
+    let usual = [Some(PathBuf::from(UpArgs::ROOT_DIR)), UpArgs::home_dir()].into_iter().flatten().find(|dir| dir.join("nats").exists());
+    let dir = usual.map_or_else(|| "DIR".to_owned(), |dir| dir.display().to_string());
+    format!("; the cluster of `volley up` has a NATS of its own, in its directory: `volley log --dir {dir} …`")
+}
+
+async fn carry_out(client: async_nats::Client, verb: LogVerb) -> LogEnded {
+    let failed = |error| (Exit::Unavailable, error);
+    let log = Log::existing(client).await.map_err(|error| failed(line(error)))?;
     match verb {
-        LogVerb::Show { from, limit, job, follow } => show(&log, from, limit, job, follow).await,
+        LogVerb::Show { from, limit, job, follow } => show(&log, from, limit, job, follow).await.map_err(failed),
         LogVerb::Skip { sequence } => skip(&log, sequence).await,
     }
 }
@@ -70,12 +96,12 @@ async fn show(log: &Log, from: Option<u64>, limit: Option<u64>, job: Option<JobI
     Ok(())
 }
 
-async fn skip(log: &Log, sequence: u64) -> Ended {
-    let (first, last, _, _) = log.bounds().await.map_err(line)?;
+async fn skip(log: &Log, sequence: u64) -> LogEnded {
+    let (first, last, _, _) = log.bounds().await.map_err(|error| (Exit::Unavailable, line(error)))?;
     if sequence < first || sequence > last {
-        return Err(format!("there is no record {sequence}: the log has {first} to {last}"));
+        return Err((Exit::NotFound, format!("there is no record {sequence}: the log has {first} to {last}")));
     }
-    log.skip(sequence).await.map_err(line)?;
+    log.skip(sequence).await.map_err(|error| (Exit::Unavailable, line(error)))?;
     println!("Every coordinator passes over record {sequence} from its next start on; what it said is lost. Restart all of them now.");
     Ok(())
 }

@@ -86,7 +86,7 @@ fn make_dir(args: &UpArgs) -> Result<PathBuf, String> {
     let dir = match &args.dir {
         Some(dir) => dir.clone(),
         // Tasks run as nobody then, who can't pass through root's home.
-        None if root => PathBuf::from("/var/lib/volley"),
+        None if root => PathBuf::from(UpArgs::ROOT_DIR),
         None => args.dir().ok_or("no home directory; say where to keep things with --dir")?,
     };
     let made = std::fs::DirBuilder::new().recursive(true).mode(0o755).create(&dir);

@@ -50,12 +50,13 @@ fn serve(command: ServeCommand) -> ExitCode {
     let done = runtime.block_on(async {
         let telemetry = match volley_cli::telemetry::init(service(&command)) {
             Ok(telemetry) => telemetry,
-            Err(error) => return Err(error.to_string()),
+            Err(error) => return Err((Exit::Unavailable, error.to_string())),
         };
+        let down = |error| (Exit::Unavailable, error);
         let done = match command {
-            ServeCommand::Up(args) => up::up(args, spawner, telemetry.observer()).await,
-            ServeCommand::Coordinator(args) => serve::coordinator(args, telemetry.observer()).await,
-            ServeCommand::Worker(args) => serve::worker(args, spawner, telemetry.observer()).await,
+            ServeCommand::Up(args) => up::up(args, spawner, telemetry.observer()).await.map_err(down),
+            ServeCommand::Coordinator(args) => serve::coordinator(args, telemetry.observer()).await.map_err(down),
+            ServeCommand::Worker(args) => serve::worker(args, spawner, telemetry.observer()).await.map_err(down),
             ServeCommand::Log(args) => log::log(args).await,
         };
         telemetry.shutdown();
@@ -64,7 +65,10 @@ fn serve(command: ServeCommand) -> ExitCode {
     runtime.shutdown_timeout(std::time::Duration::from_secs(2));
     match done {
         Ok(()) => ExitCode::SUCCESS,
-        Err(error) => fail(&error),
+        Err((exit, error)) => {
+            eprintln!("error: {error}");
+            exit.into()
+        }
     }
 }
 

@@ -119,7 +119,7 @@ impl TextError {
             Self::TooLong(_) => "a shorter text; longer ones belong in an input file",
             Self::Absolute | Self::Escapes | Self::NotAFile => "a path within the task's own directory, such as data/in.json",
             Self::Relative => "a path from the root, such as /data",
-            Self::Source => "s3://bucket/key, http://…, https://…, or upload:ID",
+            Self::Source => "s3://bucket/key, http://…, https://…, or upload:ID (upload:NAME with --upload NAME=FILE)",
             Self::Digest => "64 hex digits",
         }
     }

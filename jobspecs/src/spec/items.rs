@@ -100,7 +100,8 @@ pub struct Matrix {
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 #[schemars(extend("oneOf" = one_of(&["upload", "s3"])))]
 pub struct FileSource {
-    /// The id of an uploaded file; `volley submit` uploads local files and fills it in.
+    /// The id of an uploaded file (`volley upload FILE` gives one), or any NAME that `volley run` and `volley submit` are given a local
+    /// file for: `--upload NAME=FILE`. With `--items FILE` they upload that file and fill this in.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub upload: Option<String>,
     /// An object: `s3://bucket/key`.
@@ -113,7 +114,8 @@ pub struct FileSource {
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 #[schemars(extend("oneOf" = one_of(&["upload", "s3"])))]
 pub struct CsvSource {
-    /// The id of an uploaded file; `volley submit` uploads local files and fills it in.
+    /// The id of an uploaded file (`volley upload FILE` gives one), or any NAME that `volley run` and `volley submit` are given a local
+    /// file for: `--upload NAME=FILE`. With `--items FILE` they upload that file and fill this in.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub upload: Option<String>,
     /// An object: `s3://bucket/key`.

@@ -42,6 +42,7 @@ pub struct TaskSpec {
     pub command: Command,
     /// Environment variables. The task gets these, a minimal PATH, HOME and TMPDIR, and VOLLEY_JOB, VOLLEY_TASK_INDEX,
     /// VOLLEY_TASK_COUNT, VOLLEY_ATTEMPT, VOLLEY_ITEM (JSON) and VOLLEY_OUTPUT_DIR; names that begin with VOLLEY_ are not yours.
+    /// What is written under VOLLEY_OUTPUT_DIR is kept as output files; see `outputs` for `result.json` there.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     #[schemars(extend("maxProperties" = ENV_MAX))]
     pub env: BTreeMap<String, String>,
@@ -60,7 +61,8 @@ pub struct TaskSpec {
     #[schemars(length(max = INPUTS_MAX))]
     pub inputs: Vec<InputSpec>,
     /// Files or directories, relative to the task's own directory, that are kept beside everything under VOLLEY_OUTPUT_DIR; at most
-    /// 64. One that isn't there at the end is left out.
+    /// 64. One that isn't there at the end is left out. `result.json` under VOLLEY_OUTPUT_DIR is special: its content is the row's `result`;
+    /// name it in `outputs` to have it kept as a file as well.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = OUTPUTS_MAX))]
     pub outputs: Vec<String>,
@@ -188,7 +190,8 @@ pub struct Resources {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct InputSpec {
-    /// Where it comes from: `s3://bucket/key`, `http://…`, `https://…`, or `upload:ID` for an uploaded file.
+    /// Where it comes from: `s3://bucket/key`, `http://…`, `https://…`, or `upload:ID` for an uploaded file. For a local file,
+    /// `upload:NAME` with `--upload NAME=FILE` of `volley run` and `volley submit`.
     #[schemars(extend("examples" = ["s3://bucket/key"]))]
     pub from: String,
     /// Where it goes, relative to the task's own directory.

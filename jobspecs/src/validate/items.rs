@@ -24,6 +24,8 @@ pub(super) fn judge(path: &str, items: Option<&Items>, features: &Features, out:
         let found = if kinds.is_empty() { "none".to_owned() } else { kinds.join(", ") };
         let problem = Problem::new(path, "exactly one kind of items is needed").found(found);
         out.push(problem.allowed("one of inline, count, range, matrix, jsonl, csv, lines, results"));
+        // Whichever of them is left, it must be right itself.
+        judge_file(path, items, out);
         return;
     }
     if items.results.is_some() && !features.stages {
@@ -127,13 +129,17 @@ fn judge_file(path: &str, items: &Items, out: &mut Vec<Problem>) {
         let place = format!("{path}.{kind}");
         if upload.is_some() == s3.is_some() {
             let found = if upload.is_some() { "both" } else { "none" };
-            out.push(Problem::new(&place, "exactly one of \"upload\" and \"s3\" is needed").found(found));
+            let problem = Problem::new(&place, "exactly one of \"upload\" and \"s3\" is needed").found(found);
+            out.push(match found {
+                "none" => problem.hint("a local file is given with `--items FILE` of `volley run`"),
+                _ => problem,
+            });
         }
         if let Some(upload) = upload
             && check_name(upload).is_err()
         {
             let problem = Problem::new(format!("{place}.upload"), "not the id of an upload").found(format!("{upload:?}"));
-            out.push(problem.allowed("an id from `volley upload`"));
+            out.push(problem.allowed("an id from `volley upload`, or a name with `--upload NAME=FILE` of `volley run`"));
         }
         if let Some(s3) = s3
             && s3_uri(s3).is_none()

@@ -15,6 +15,9 @@ const MEMORY_BYTES_MIN: u64 = 4 << 20;
 /// Longest time between SIGTERM and SIGKILL, in milliseconds: a worker that drains waits for it.
 const GRACE_MS_MAX: u64 = 10 * 60_000;
 
+/// What to write for the tier that every cluster has.
+const TRUSTED_HINT: &str = "for code you trust, write \"isolation\": \"process\"";
+
 pub(super) fn judge(path: &str, task: &TaskSpec, features: &Features, out: &mut Vec<Problem>) {
     judge_features(path, task, features, out);
     judge_texts(path, task, out);
@@ -41,12 +44,14 @@ fn judge_features(path: &str, task: &TaskSpec, features: &Features, out: &mut Ve
         let tier = task.isolation.as_str();
         let default = if task.isolation == Isolation::default() { " (the default)" } else { "" };
         let problem = unavailable(format!("{path}.isolation"), &format!("isolation \"{tier}\"{default}"));
-        out.push(problem.allowed(list(features.isolation.iter().map(|tier| tier.as_str()))));
+        let problem = problem.allowed(list(features.isolation.iter().map(|tier| tier.as_str())));
+        out.push(if features.isolation.contains(&Isolation::Process) { problem.hint(TRUSTED_HINT) } else { problem });
     }
     match task.isolation {
         Isolation::Container | Isolation::Microvm if task.image.is_none() && features.isolation.contains(&task.isolation) => {
             let message = format!("isolation \"{}\" needs an image", task.isolation.as_str());
-            out.push(Problem::new(format!("{path}.image"), message).depends(format!("{path}.isolation")));
+            let problem = Problem::new(format!("{path}.image"), message).depends(format!("{path}.isolation"));
+            out.push(problem.hint(TRUSTED_HINT));
         }
         Isolation::Process | Isolation::Null if task.image.is_some() => {
             let message = format!("isolation \"{}\" has no image: the task sees its host's files", task.isolation.as_str());

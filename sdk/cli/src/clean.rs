@@ -3,6 +3,9 @@
 //! Owns making it harmless: what a task writes comes from code that nobody trusts, and escape sequences can retitle windows, move
 //! the cursor over other lines, or answer as if somebody typed. Does not own what is shown.
 
+use std::io::{self, IsTerminal as _};
+use std::sync::OnceLock;
+
 /// One line of at most `max` characters without control characters. Cut text ends in "…".
 #[must_use]
 pub fn line(text: &str, max: usize) -> String {
@@ -18,6 +21,14 @@ pub fn line(text: &str, max: usize) -> String {
         line.push('…');
     }
     line
+}
+
+/// As [`line`], but cut only where a person looks at it: what goes into a file or another program stays whole.
+#[must_use]
+pub fn cell(text: &str, max: usize) -> String {
+    static TERMINAL: OnceLock<bool> = OnceLock::new();
+    let terminal = *TERMINAL.get_or_init(|| io::stdout().is_terminal());
+    line(text, if terminal { max } else { usize::MAX })
 }
 
 /// Control characters, and those that turn the direction of writing.

@@ -22,6 +22,9 @@ pub enum CliError {
     /// Arguments that don't go together.
     #[error("{0}")]
     Usage(String),
+    /// There is no such thing, found out here.
+    #[error("{0}")]
+    NotFound(String),
     /// A line of a local items file.
     #[error("{}, {error}", .path.display())]
     Items {
@@ -64,6 +67,7 @@ impl CliError {
         match self {
             Self::Sdk(error) => Exit::of_error(error),
             Self::Usage(_) | Self::Items { .. } | Self::Resolve { .. } => Exit::BadSpec,
+            Self::NotFound(_) => Exit::NotFound,
             Self::Output(error) if error.kind() == io::ErrorKind::BrokenPipe => Exit::Success,
             Self::Output(_) | Self::System { .. } => Exit::LocalFile,
         }
@@ -73,6 +77,7 @@ impl CliError {
         let code = match self {
             Self::Sdk(error) => return error.to_body(),
             Self::Usage(_) => "usage",
+            Self::NotFound(_) => "not_found",
             Self::Items { .. } => "bad_items",
             Self::Resolve { .. } => "bad_item",
             Self::Output(_) | Self::System { .. } => "local_file",
@@ -144,6 +149,12 @@ mod tests {
             there.render(Format::Json).replace("1 problem", "")
         );
         assert_eq!((here.exit().code(), there.exit().code()), (2, 2));
+    }
+
+    #[test]
+    fn what_is_not_there_has_the_code_of_what_is_not_found() {
+        let error = CliError::NotFound("there is no output \"a\"".into());
+        assert_eq!((error.exit().code(), error.body().code.as_str()), (66, "not_found"));
     }
 
     #[test]

@@ -20,7 +20,7 @@ pub enum Exit {
     Cancelled,
     /// The cluster's state doesn't allow it.
     Conflict,
-    /// There is no such job, task, file or worker.
+    /// There is no such job, task, file, record or worker.
     NotFound,
     /// The cluster can't be reached.
     Unavailable,
@@ -49,7 +49,7 @@ Exit codes:
   3    infra failures left tasks without a verdict
   4    the job was cancelled
   65   the state of the cluster doesn't allow it (conflict)
-  66   no such job, task, file or worker
+  66   no such job, task, file, record or worker
   69   the cluster can't be reached
   70   something that should not happen
   74   a local file can't be read or written

@@ -14,6 +14,11 @@ const GROUPS_MAX: usize = 1_000;
 /// Longest message compared, in characters: behind that, ids and addresses make every message another one.
 const MESSAGE_CHARS_MAX: usize = 100;
 
+/// Longest message kept of a group, in characters.
+const MESSAGE_KEPT_MAX: usize = 500;
+/// The class of tasks that were cancelled.
+pub const CANCELLED: &str = "cancelled";
+
 /// Failures with the same class and message.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
@@ -31,7 +36,7 @@ pub struct Group {
 /// Groups failures.
 #[derive(Debug, Default)]
 pub struct Tally {
-    groups: BTreeMap<(String, String), (u32, u32)>,
+    groups: BTreeMap<(String, String), (u32, u32, String)>,
     failures: u64,
     rows: u64,
 }
@@ -44,18 +49,21 @@ impl Tally {
             return;
         }
         self.failures += 1;
-        let class = row.class.map_or("failed", |class| class.as_str()).to_owned();
-        let message = row.message.as_deref().unwrap_or_default();
-        let key = (class, clean::line(message.lines().next().unwrap_or_default(), MESSAGE_CHARS_MAX));
+        let class = match row.state {
+            TaskState::Cancelled => CANCELLED,
+            _ => row.class.map_or("failed", |class| class.as_str()),
+        };
+        let message = row.message.as_deref().unwrap_or_default().lines().next().unwrap_or_default();
+        let key = (class.to_owned(), clean::line(message, MESSAGE_CHARS_MAX));
         let full = self.groups.len() >= GROUPS_MAX;
         match self.groups.get_mut(&key) {
-            Some((tasks, first)) => {
+            Some((tasks, first, _)) => {
                 *tasks += 1;
                 *first = (*first).min(row.index);
             }
             None if full => {}
             None => {
-                self.groups.insert(key, (1, row.index));
+                self.groups.insert(key, (1, row.index, clean::line(message, MESSAGE_KEPT_MAX)));
             }
         }
     }
@@ -75,7 +83,7 @@ impl Tally {
     /// The largest groups, largest first.
     #[must_use]
     pub fn top(&self, most: usize) -> Vec<Group> {
-        let group = |((class, message), (tasks, first)): (&(String, String), &(u32, u32))| Group {
+        let group = |((class, _), (tasks, first, message)): (&(String, String), &(u32, u32, String))| Group {
             class: class.clone(),
             message: message.clone(),
             tasks: *tasks,

@@ -1,7 +1,7 @@
 //! Following a job to its end.
 //!
-//! Owns the loop of `run` and `wait`: events, results as they finish, the progress line, interrupts. Does not own the summary
-//! (`summary`).
+//! Owns the loop of `run` and `wait`: events, results as they finish, the progress line, why nothing moves, interrupts. Does not own
+//! the summary (`summary`).
 
 use std::pin::{Pin, pin};
 use std::time::{Duration, Instant};
@@ -15,6 +15,7 @@ use crate::error::CliError;
 use crate::interrupt::{Choice, Interrupts};
 use crate::out::Out;
 use crate::progress::{Line, Meter, ended, job_line};
+use crate::stall::Stall;
 
 /// How often the line is brought up to date between events.
 const REDRAW_EVERY: Duration = Duration::from_millis(500);
@@ -38,7 +39,7 @@ type Rows = Pin<Box<dyn Stream<Item = Result<ResultRow, Error>> + Send>>;
 /// # Errors
 /// A cluster that was away for longer than the client's budget, a sink that failed.
 pub async fn follow(out: Out, client: &Client, job: JobId, mut rows: Option<RowSink<'_>>) -> Result<Followed, CliError> {
-    let mut interrupts = Interrupts::listen()?;
+    let (id, mut interrupts) = (job, Interrupts::listen()?);
     let mut events = pin!(client.watch(job).without_tasks().into_stream());
     let mut results: Rows = match rows {
         Some(_) => Box::pin(client.results(job, ResultsQuery::follow()).into_stream()),
@@ -46,6 +47,7 @@ pub async fn follow(out: Out, client: &Client, job: JobId, mut rows: Option<RowS
     };
     let (mut results_open, mut last) = (rows.is_some(), None::<JobView>);
     let (start, mut meter, mut line) = (Instant::now(), Meter::default(), Line::start(out));
+    let mut stall = Stall::start(start);
     let mut redraw = tokio::time::interval(REDRAW_EVERY);
     let over = |last: &Option<JobView>| last.as_ref().is_some_and(|job| job.state.ended());
     while results_open || !over(&last) {
@@ -80,10 +82,15 @@ pub async fn follow(out: Out, client: &Client, job: JobId, mut rows: Option<RowS
                 if let (Some(job), false) = (&last, interrupts.asking()) {
                     meter.observe(start.elapsed(), u64::from(ended(&job.tasks)));
                     line.set(job_line(job, &meter));
+                    if !job.state.ended() && stall.observe(Instant::now(), &job.tasks) {
+                        stall.ask(Instant::now(), client, id);
+                    }
                 }
             }
+            reason = stall.next() => line.around(|| out.note(&format!("{id} waits: {reason}; see `volley explain {id}`"))),
         }
     }
+    interrupts.withdraw();
     line.end();
     match last {
         Some(job) => Ok(Followed::Ended(Box::new(job))),
@@ -105,5 +112,7 @@ async fn cancel(out: Out, client: &Client, job: JobId) -> Result<(), CliError> {
 /// What to say to somebody who left.
 #[must_use]
 pub fn detached(job: JobId) -> String {
-    format!("detached; {job} goes on\nnext: `volley wait {job}` follows it again, `volley cancel {job}` stops it")
+    format!(
+        "detached; {job} goes on\nnext: `volley wait {job}` follows it again, `volley explain {job}` says why it does not run, `volley cancel {job}` stops it"
+    )
 }

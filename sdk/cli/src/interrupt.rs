@@ -45,8 +45,8 @@ impl Interrupts {
         if let Some(asked) = &mut self.asked {
             let choice = tokio::select! {
                 answer = asked => answer.unwrap_or(Choice::Detach),
-                _ = self.interrupt.recv() => Choice::Detach,
-                _ = self.terminate.recv() => Choice::Detach,
+                _ = self.interrupt.recv() => left(),
+                _ = self.terminate.recv() => left(),
             };
             self.asked = None;
             return Some(choice);
@@ -69,6 +69,14 @@ impl Interrupts {
         });
     }
 
+    /// Takes an open question away, so that what comes next begins a line of its own.
+    pub fn withdraw(&mut self) {
+        if self.asked.take().is_some() {
+            // A standard error that is gone is nobody's loss.
+            let _ = write!(io::stderr(), "\r\x1b[2K");
+        }
+    }
+
     /// Is a question open?
     #[must_use]
     pub fn asking(&self) -> bool {
@@ -76,10 +84,18 @@ impl Interrupts {
     }
 }
 
+/// Somebody left without an answer: the question's line ends.
+fn left() -> Choice {
+    // A standard error that is gone is nobody's loss.
+    let _ = writeln!(io::stderr());
+    Choice::Detach
+}
+
 fn read_choice() -> Choice {
     loop {
         let mut stderr = io::stderr();
-        let asked = write!(stderr, "\n[d]etach and let the job go on, [c]ancel the job, [k]eep following? ").and_then(|()| stderr.flush());
+        let asked = write!(stderr, "\n[d]etach and let the job go on, [c]ancel the job, [k]eep following (then Enter)? ")
+            .and_then(|()| stderr.flush());
         let mut line = String::new();
         match io::stdin().lock().read_line(&mut line) {
             Ok(1..) if asked.is_ok() => {}

@@ -29,6 +29,7 @@ mod out;
 mod progress;
 pub mod serve;
 mod spec_file;
+mod stall;
 mod summary;
 mod table;
 mod tag;

@@ -11,13 +11,15 @@ use volley_jobspecs::spec::{ByteSize, MilliCpus};
 
 use crate::units;
 
+/// Where NATS is when nobody says otherwise.
+pub const NATS_DEFAULT: &str = "nats://127.0.0.1:4222";
 /// Where clients find a coordinator when nobody says otherwise.
 pub const LISTEN_DEFAULT: &str = "127.0.0.1:7800";
 
 /// `volley up`: a whole cluster on this host.
 #[derive(Debug, Clone, Args)]
 pub struct UpArgs {
-    /// Where everything is kept. Default: ~/.local/share/volley.
+    /// Where everything is kept. Default: ~/.local/share/volley; as root /var/lib/volley.
     #[arg(long, env = "VOLLEY_DIR", value_name = "DIR")]
     pub dir: Option<PathBuf>,
     /// Where the HTTP API listens.
@@ -32,12 +34,21 @@ pub struct UpArgs {
 }
 
 impl UpArgs {
-    /// The directory, or its default; none without a home directory.
+    /// The default for root: tasks run as nobody then, who can't pass through root's home.
+    pub const ROOT_DIR: &str = "/var/lib/volley";
+
+    /// The directory, or its default for other users; none without a home directory.
     #[must_use]
     pub fn dir(&self) -> Option<PathBuf> {
+        self.dir.clone().or_else(Self::home_dir)
+    }
+
+    /// The default for other users than root; none without a home directory.
+    #[must_use]
+    pub fn home_dir() -> Option<PathBuf> {
         let var = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
         let share = || var("XDG_DATA_HOME").or_else(|| var("HOME").map(|home| home.join(".local").join("share")));
-        self.dir.clone().or_else(|| share().map(|share| share.join("volley")))
+        share().map(|share| share.join("volley"))
     }
 }
 
@@ -49,7 +60,7 @@ pub struct NatsArgs {
         id = "nats_url",
         long = "nats",
         env = "NATS_URL",
-        default_value = "nats://127.0.0.1:4222",
+        default_value = NATS_DEFAULT,
         value_name = "URL",
         help_heading = "NATS"
     )]
@@ -200,7 +211,7 @@ pub struct LogArgs {
     /// NATS.
     #[command(flatten)]
     pub nats: NatsArgs,
-    /// Uses the NATS of the cluster that `volley up` keeps in this directory.
+    /// Uses the NATS of the cluster that `volley up` keeps in this directory (~/.local/share/volley; as root /var/lib/volley).
     #[arg(long, env = "VOLLEY_DIR", value_name = "DIR")]
     pub dir: Option<PathBuf>,
     /// What to do.

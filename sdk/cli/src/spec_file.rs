@@ -26,12 +26,13 @@ pub struct SpecArgs {
     /// The job spec, a JSON file; `-` reads standard input.
     #[arg(value_name = "SPEC")]
     pub spec: PathBuf,
-    /// Uploads a local file and fans out over it: .jsonl or .ndjson, .csv, else lines. The spec's own `items.jsonl`, `csv` or `lines`
-    /// say how it is read when they are there.
+    /// A local file to fan out over: .jsonl or .ndjson, .csv, else lines. The spec's own `items.jsonl`, `csv` or `lines` say how it is
+    /// read when they are there. `run` and `submit` upload it, `plan` only reads it.
     #[arg(long, value_name = "FILE")]
     pub items: Option<PathBuf>,
-    /// Uploads a local file; where the spec says `upload:NAME` for an input, or `"upload": "NAME"` for items, it is meant.
-    #[arg(long = "upload", value_name = "NAME=FILE", value_parser = units::pair)]
+    /// A local file that is meant where the spec says `upload:NAME` for an input, or `"upload": "NAME"` for items. `run` and `submit`
+    /// upload it.
+    #[arg(long = "upload", value_name = "NAME=FILE", value_parser = units::named_file)]
     pub uploads: Vec<(String, String)>,
 }
 

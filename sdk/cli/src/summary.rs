@@ -7,7 +7,7 @@ use volley_jobspecs::api::JobView;
 
 use crate::clean;
 use crate::exit::Exit;
-use crate::failures::Group;
+use crate::failures::{CANCELLED, Group};
 use crate::table::{count, fields, table};
 use crate::units;
 
@@ -43,7 +43,7 @@ impl Summary {
         let counts = &job.tasks;
         let mut text = format!("\n{} {}: {}", job.job, job.name, state(job));
         if let Some(reason) = job.reason.as_deref().filter(|reason| !reason.is_empty()) {
-            text.push_str(&format!(" ({})", clean::line(reason, MESSAGE_CHARS)));
+            text.push_str(&format!(" ({})", clean::cell(reason, MESSAGE_CHARS)));
         }
         let now = jiff::Timestamp::now();
         let took = units::span(Some(&job.submitted), job.ended.as_deref(), now);
@@ -63,7 +63,7 @@ impl Summary {
         }
         if !self.failures.is_empty() {
             let row = |group: &Group| {
-                let message = clean::line(&group.message, MESSAGE_CHARS);
+                let message = clean::cell(&group.message, MESSAGE_CHARS);
                 vec![format!("  {}", group.tasks), group.class.clone(), group.first.to_string(), message]
             };
             let rows = self.failures.iter().map(row).collect();
@@ -79,11 +79,14 @@ impl Summary {
 
     fn next(&self) -> String {
         let job = &self.job.job;
-        match self.failures.first() {
+        let counts = &self.job.tasks;
+        match self.failures.iter().find(|group| group.class != CANCELLED) {
             Some(group) => format!(
                 "next: `volley results {job} --failed`, `volley logs {job} {}`, `volley outputs get {job}`, `volley rerun {job}`\n",
                 group.first
             ),
+            // Nothing came of it.
+            None if counts.succeeded == 0 && counts.cancelled > 0 => String::new(),
             None => format!("next: `volley results {job}`, `volley outputs get {job}`\n"),
         }
     }
@@ -132,5 +135,16 @@ next: `volley results j7 --failed`, `volley logs j7 3`, `volley outputs get j7`,
 "
         );
         assert_eq!(summary.exit_code, 1);
+    }
+
+    #[test]
+    fn logs_are_those_of_a_failed_task_and_never_of_a_cancelled_one() {
+        let group = |class: &str, first| Group { class: class.into(), message: String::new(), tasks: 2, first };
+        let counts = TaskCounts { total: 4, failed: 1, cancelled: 3, ..TaskCounts::default() };
+        let stopped = Summary::new(job(JobState::Failed, counts, Some(1)), vec![group("cancelled", 1), group("exit_code", 3)], 4);
+        assert!(stopped.next().contains("`volley logs j7 3`"), "{}", stopped.next());
+        let counts = TaskCounts { total: 4, cancelled: 4, ..TaskCounts::default() };
+        let cancelled = Summary::new(job(JobState::Cancelled, counts, Some(4)), vec![group("cancelled", 1)], 4);
+        assert_eq!(cancelled.next(), "");
     }
 }

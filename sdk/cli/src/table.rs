@@ -4,7 +4,7 @@
 
 use comfy_table::{ContentArrangement, Table, presets};
 
-/// A table. Without rows: its header alone. Cells must be single lines without control characters (`clean::line`).
+/// A table. Without rows: its header alone. Cells must be single lines without control characters (`clean::cell`).
 #[must_use]
 pub fn table(header: &[&str], rows: Vec<Vec<String>>) -> String {
     let mut table = Table::new();

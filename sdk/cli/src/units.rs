@@ -83,6 +83,17 @@ pub fn pair(text: &str) -> Result<(String, String), String> {
     }
 }
 
+/// Reads `name=file`.
+///
+/// # Errors
+/// When there is no `=`, no name or no file.
+pub fn named_file(text: &str) -> Result<(String, String), String> {
+    match text.split_once('=') {
+        Some((name, file)) if !name.is_empty() && !file.is_empty() => Ok((name.to_owned(), file.to_owned())),
+        _ => Err("it should be NAME=FILE: the name that the spec has, and a local file".to_owned()),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use volley_jobspecs::spec::{ByteSize, DurationMs};
@@ -119,5 +130,7 @@ mod tests {
         assert!(scalar::<ByteSize>("5").is_err_and(|text| text.contains("allowed: a number and a unit")));
         assert_eq!(pair("a=b=c"), Ok(("a".into(), "b=c".into())));
         assert!(pair("=b").is_err() && pair("a").is_err());
+        assert_eq!(named_file("tool=./a=b"), Ok(("tool".into(), "./a=b".into())));
+        assert!(named_file("script").is_err_and(|text| text.contains("NAME=FILE")) && named_file("a=").is_err());
     }
 }

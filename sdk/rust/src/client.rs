@@ -54,7 +54,7 @@ impl Client {
     /// # Errors
     /// [`Error::Setting`] when an address, the token or the system's certificates can't be used.
     pub fn new(config: Config) -> Result<Self, Error> {
-        let endpoints = config.endpoints.iter().map(|text| endpoint(text)).collect::<Result<Vec<Url>, Error>>()?;
+        let endpoints = config.endpoints.iter().map(|text| endpoint("the cluster's address", text)).collect::<Result<Vec<Url>, Error>>()?;
         if endpoints.is_empty() {
             return Err(Error::Setting { setting: "VOLLEY_URL".into(), why: "it names no address".into() });
         }
@@ -116,8 +116,9 @@ impl Client {
     }
 }
 
-fn endpoint(text: &str) -> Result<Url, Error> {
-    let bad = |why: String| Error::Setting { setting: format!("the cluster's address {text:?}"), why };
+/// Reads an address; `whose` it is stands in the error.
+fn endpoint(whose: &str, text: &str) -> Result<Url, Error> {
+    let bad = |why: String| Error::Setting { setting: format!("{whose} {text:?}"), why };
     let url = Url::parse(text).map_err(|error| bad(format!("{error}; one looks like http://127.0.0.1:7800")))?;
     if !matches!(url.scheme(), "http" | "https") || url.host_str().is_none() {
         return Err(bad("it should begin with http:// or https:// and a host".into()));
@@ -155,7 +156,7 @@ fn connections(endpoints: &[Url]) -> Result<reqwest::Client, Error> {
 /// # Errors
 /// [`Error::Setting`] when the address or the system's certificates can't be used.
 pub fn http_client_for(url: &str) -> Result<reqwest::Client, Error> {
-    connections(&[endpoint(url)?])
+    connections(&[endpoint("the address", url)?])
 }
 
 fn is_loopback(url: &Url) -> bool {

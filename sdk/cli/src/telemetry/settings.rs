@@ -35,9 +35,12 @@ impl Settings {
     /// [`TelemetryError::Value`] names the variable. What isn't on isn't looked at.
     pub fn read(var: Var) -> Result<Self, TelemetryError> {
         let disabled = var("OTEL_SDK_DISABLED").is_some_and(|value| value.eq_ignore_ascii_case("true"));
-        let signal = |exporter, endpoint, protocol| match var(endpoint).or_else(|| var("OTEL_EXPORTER_OTLP_ENDPOINT")) {
-            Some(endpoint) if !disabled => Ok(is_on(var, exporter, protocol)?.then_some(endpoint)),
-            Some(_) | None => Ok(None),
+        let signal = |exporter, endpoint, protocol| {
+            let named = [endpoint, "OTEL_EXPORTER_OTLP_ENDPOINT"].into_iter().find_map(|name| Some((name, var(name)?)));
+            match named {
+                Some((name, address)) if !disabled && is_on(var, exporter, protocol)? => is_address(name, address).map(Some),
+                Some(_) | None => Ok(None),
+            }
         };
         let traces = signal("OTEL_TRACES_EXPORTER", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL")?;
         let metrics = signal("OTEL_METRICS_EXPORTER", "OTEL_EXPORTER_OTLP_METRICS_ENDPOINT", "OTEL_EXPORTER_OTLP_METRICS_PROTOCOL")?;
@@ -68,6 +71,14 @@ fn is_on(var: Var, exporter: &'static str, protocol: &'static str) -> Result<boo
         }
     }
     Ok(true)
+}
+
+fn is_address(variable: &'static str, text: String) -> Result<String, TelemetryError> {
+    let host = text.strip_prefix("http://").or_else(|| text.strip_prefix("https://")).unwrap_or_default();
+    if host.is_empty() || host.starts_with('/') {
+        return Err(wrong(variable, &text, "addresses with http:// or https:// and a host, such as http://127.0.0.1:4318"));
+    }
+    Ok(text)
 }
 
 fn wrong(variable: &'static str, value: &str, allowed: &'static str) -> TelemetryError {
@@ -166,6 +177,8 @@ mod tests {
         let cases: [(&[(&str, &str)], &str); 4] = [
             (&[ON, ("OTEL_TRACES_EXPORTER", "zipkin")], "OTEL_TRACES_EXPORTER=\"zipkin\""),
             (&[ON, ("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc")], "OTEL_EXPORTER_OTLP_PROTOCOL=\"grpc\""),
+            (&[("OTEL_EXPORTER_OTLP_ENDPOINT", "garbage")], "OTEL_EXPORTER_OTLP_ENDPOINT=\"garbage\""),
+            (&[ON, ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "h:4318")], "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT=\"h:4318\""),
             (&[ON, ("OTEL_TRACES_SAMPLER", "jaeger_remote")], "OTEL_TRACES_SAMPLER=\"jaeger_remote\""),
             (&[ON, ("OTEL_TRACES_SAMPLER", "traceidratio"), ("OTEL_TRACES_SAMPLER_ARG", "2")], "OTEL_TRACES_SAMPLER_ARG=\"2\""),
         ];

@@ -33,19 +33,19 @@ pub async fn run(ctx: &Ctx, args: Args) -> Result<Exit, CliError> {
 }
 
 fn text(explanation: &Explanation) -> String {
-    let mut summary = format!("{}\n", clean::line(&explanation.summary, LINE_CHARS));
+    let mut summary = format!("{}\n", clean::cell(&explanation.summary, LINE_CHARS));
     for detail in &explanation.details {
-        summary.push_str(&format!("  {}\n", clean::line(detail, LINE_CHARS)));
+        summary.push_str(&format!("  {}\n", clean::cell(detail, LINE_CHARS)));
     }
     for next in &explanation.next {
-        summary.push_str(&format!("next: {}\n", clean::line(next, LINE_CHARS)));
+        summary.push_str(&format!("next: {}\n", clean::cell(next, LINE_CHARS)));
     }
     if explanation.workers.is_empty() {
         return summary;
     }
     let row = |worker: &volley_jobspecs::api::WorkerExplanation| {
         let reasons = if worker.reasons.is_empty() { "fits".to_owned() } else { worker.reasons.join("; ") };
-        vec![worker.worker.clone(), clean::line(&reasons, 200)]
+        vec![worker.worker.clone(), clean::cell(&reasons, 200)]
     };
     format!("{summary}\n{}", table(&["WORKER", "IN THE WAY"], explanation.workers.iter().map(row).collect()))
 }

@@ -2,7 +2,7 @@
 
 use jiff::Timestamp;
 use volley_jobspecs::api::{JobState, JobView, PAGE_ROWS_DEFAULT, PAGE_ROWS_MAX};
-use volley_sdk::JobsQuery;
+use volley_sdk::{Client, JobsQuery};
 
 use crate::clean;
 use crate::ctx::Ctx;
@@ -12,6 +12,9 @@ use crate::progress::ended;
 use crate::summary::state;
 use crate::table::table;
 use crate::units;
+
+/// The operator's own tenant, which is there without being made or listed.
+const DEFAULT_TENANT: &str = "default";
 
 /// Arguments.
 #[derive(Debug, clap::Args)]
@@ -54,6 +57,9 @@ pub async fn run(ctx: &Ctx, args: Args) -> Result<Exit, CliError> {
     let mut query = JobsQuery { state: args.state, name: args.name, labels: args.labels, limit: Some(limit), after: args.page.after };
     if !args.page.all {
         let page = client.jobs(&query).await?;
+        if page.rows.is_empty() {
+            tenant_is_there(ctx, &client).await?;
+        }
         ctx.out.show(&page, || jobs_table(&page.rows, Timestamp::now()))?;
         more(ctx, page.next.as_deref());
         return Ok(Exit::Success);
@@ -77,6 +83,18 @@ pub async fn run(ctx: &Ctx, args: Args) -> Result<Exit, CliError> {
     Ok(Exit::Success)
 }
 
+/// An empty list of a tenant that there isn't is a mistake in its name. Only an operator can know.
+async fn tenant_is_there(ctx: &Ctx, client: &Client) -> Result<(), CliError> {
+    let Some(name) = ctx.tenant().filter(|name| *name != DEFAULT_TENANT) else { return Ok(()) };
+    match client.tenants().await {
+        Ok(tenants) if tenants.iter().all(|tenant| tenant.tenant != name) => {
+            Err(CliError::NotFound(format!("no tenant {name}; `volley tenant ls` lists them, `volley tenant add {name}` makes it")))
+        }
+        // Whoever may not list tenants was told already whether it may act for this one.
+        Ok(_) | Err(_) => Ok(()),
+    }
+}
+
 /// Says how to go on with a list.
 pub(crate) fn more(ctx: &Ctx, next: Option<&str>) {
     if let (Some(next), false) = (next, ctx.out.json()) {
@@ -95,12 +113,13 @@ pub fn jobs_table(jobs: &[JobView], now: Timestamp) -> String {
             format!("{}/{}", ended(&job.tasks), job.tasks.total),
             job.tasks.failed.to_string(),
             job.tasks.infra_failed.to_string(),
+            job.tasks.cancelled.to_string(),
             units::age(&job.submitted, now),
             units::span(job.started.as_deref(), job.ended.as_deref(), now),
-            clean::line(job.reason.as_deref().unwrap_or_default(), 60),
+            clean::cell(job.reason.as_deref().unwrap_or_default(), 60),
         ]
     };
-    let header = ["JOB", "NAME", "STATE", "DONE", "FAILED", "NO VERDICT", "AGE", "TOOK", "REASON"];
+    let header = ["JOB", "NAME", "STATE", "DONE", "FAILED", "NO VERDICT", "CANCELLED", "AGE", "TOOK", "REASON"];
     table(&header, jobs.iter().map(row).collect())
 }
 
@@ -114,11 +133,11 @@ mod tests {
     #[test]
     fn a_job_is_a_line() {
         let now = "2026-01-01T00:02:00Z".parse().unwrap_or_else(|e| panic!("{e}"));
-        let counts = TaskCounts { total: 9, succeeded: 5, failed: 2, running: 2, ..TaskCounts::default() };
+        let counts = TaskCounts { total: 9, succeeded: 5, failed: 2, cancelled: 1, running: 1, ..TaskCounts::default() };
         let text = jobs_table(&[job(JobState::Running, counts, None)], now);
         assert_eq!(
             text,
-            "JOB  NAME   STATE    DONE  FAILED  NO VERDICT  AGE    TOOK   REASON\nj7   evals  running  7/9   2       0           2m00s  1m05s\n"
+            "JOB  NAME   STATE    DONE  FAILED  NO VERDICT  CANCELLED  AGE    TOOK   REASON\nj7   evals  running  8/9   2       0           1          2m00s  1m05s\n"
         );
     }
 

@@ -110,7 +110,7 @@ async fn find(client: &Client, which: &Which, paths: &[String]) -> Result<Vec<Fo
     let found: Vec<Found> = found.into_iter().flatten().collect();
     if let Some(missing) = paths.iter().find(|path| !found.iter().any(|found| found.file.path == **path)) {
         let next = format!("`volley outputs ls {}` lists what there is", which.job);
-        return Err(CliError::Usage(format!("there is no output {missing:?}; {next}")));
+        return Err(CliError::NotFound(format!("there is no output {missing:?}; {next}")));
     }
     Ok(found.into_iter().filter(|found| paths.is_empty() || paths.contains(&found.file.path)).collect())
 }
@@ -158,7 +158,7 @@ fn target_dir(dir: &Path, task: u32) -> PathBuf {
 fn files_table(found: &[Found]) -> String {
     let row = |found: &Found| {
         let file = &found.file;
-        vec![found.task.to_string(), clean::line(&file.path, 200), units::bytes(file.bytes), file.sha256.clone()]
+        vec![found.task.to_string(), clean::cell(&file.path, 200), units::bytes(file.bytes), file.sha256.clone()]
     };
     table(&["TASK", "PATH", "SIZE", "SHA-256"], found.iter().map(row).collect())
 }

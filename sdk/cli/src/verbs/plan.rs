@@ -181,7 +181,7 @@ fn tasks_text<'a>(name: &str, tasks: u64, shown: impl Iterator<Item = &'a Value>
 
 fn task_text(task: &Value) -> String {
     let plain = |value: &Value| value.as_str().map_or_else(|| value.to_string(), ToOwned::to_owned);
-    let shown = |text: &str| clean::line(text, VALUE_CHARS);
+    let shown = |text: &str| clean::cell(text, VALUE_CHARS);
     let field = |name: &str| task.get(name).filter(|value| !value.is_null()).map(|value| shown(&plain(value))).unwrap_or_default();
     let list = |name: &str| task[name].as_array().into_iter().flatten();
     let words: Vec<String> = list("command").map(|word| quoted(&plain(word))).collect();

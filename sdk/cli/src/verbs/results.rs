@@ -106,7 +106,7 @@ fn line(row: &ResultRow) -> String {
     let code = row.code.map(|code| code.to_string()).unwrap_or_default();
     let (state, ran) = (word(&row.state), units::time(u64::from(row.run_ms)));
     let line =
-        format!("{:<8} {state:<10} {class:<14} {code:>5} {:>5} {ran:>7}  {}", row.index, row.attempts, clean::line(&text, TEXT_CHARS));
+        format!("{:<8} {state:<10} {class:<14} {code:>5} {:>5} {ran:>7}  {}", row.index, row.attempts, clean::cell(&text, TEXT_CHARS));
     line.trim_end().to_owned() + "\n"
 }
 

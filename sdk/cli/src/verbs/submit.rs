@@ -28,7 +28,7 @@ pub async fn run(ctx: &Ctx, args: Args) -> Result<Exit, CliError> {
     let answer = json!({ "job": job.to_string(), "tasks": submitted.tasks, "existed": submitted.existed });
     ctx.out.show(&answer, || format!("{job}\n"))?;
     if !ctx.out.json() {
-        ctx.out.note(&format!("next: `volley wait {job}`, `volley results {job} --follow`"));
+        ctx.out.note(&format!("next: `volley wait {job}`, `volley results {job} --follow`, `volley explain {job}` (why it does not run)"));
     }
     Ok(Exit::Success)
 }

@@ -9,7 +9,7 @@ use crate::ctx::Ctx;
 use crate::error::CliError;
 use crate::exit::Exit;
 use crate::summary::word;
-use crate::table::table;
+use crate::table::{count, table};
 use crate::units;
 use crate::verbs::tasks::tasks_table;
 
@@ -52,7 +52,7 @@ fn text(task: &TaskView, attempts: &[AttemptView]) -> String {
             units::time(u64::from(attempt.run_ms)),
             units::time(u64::from(attempt.persist_ms)),
             attempt.memory_bytes_max.map(units::bytes).unwrap_or_default(),
-            clean::line(attempt.message.as_deref().unwrap_or_default(), 80),
+            clean::cell(attempt.message.as_deref().unwrap_or_default(), 80),
         ]
     };
     let header = ["TRY", "STATE", "CLASS", "CODE", "WORKER", "ISOLATION", "WAITED", "PREPARED", "RAN", "SAVED", "MEMORY", "MESSAGE"];
@@ -61,7 +61,7 @@ fn text(task: &TaskView, attempts: &[AttemptView]) -> String {
         tail(&mut text, "stdout", last.stdout_tail.as_deref(), last.stdout_bytes);
         tail(&mut text, "stderr", last.stderr_tail.as_deref(), last.stderr_bytes);
         if last.output_files > 0 {
-            text.push_str(&format!("\noutputs: {} files, {}\n", last.output_files, units::bytes(last.output_bytes)));
+            text.push_str(&format!("\noutputs: {}, {}\n", count(u64::from(last.output_files), "file"), units::bytes(last.output_bytes)));
         }
         text.push_str(&format!("\nobjects: {}\n", last.objects));
     }
@@ -76,7 +76,7 @@ fn tail(text: &mut String, stream: &str, tail: Option<&str>, bytes: u64) {
     let shown = &lines[lines.len().saturating_sub(TAIL_LINES)..];
     text.push_str(&format!("\n{stream} ({}, last lines)\n", units::bytes(bytes)));
     for line in shown {
-        text.push_str(&format!("  {}\n", clean::line(line, 200)));
+        text.push_str(&format!("  {}\n", clean::cell(line, 200)));
     }
 }
 

@@ -75,7 +75,7 @@ fn text(workers: &[WorkerView]) -> String {
             worker.silent_ms.map(units::time).unwrap_or_default(),
             worker.host.clone(),
             worker.build.clone(),
-            clean::line(&labels.join(","), 80),
+            clean::cell(&labels.join(","), 80),
         ]
     };
     let header = ["WORKER", "STATE", "SLOTS", "TASKS", "CPUS", "MEMORY", "DISK", "ISOLATION", "HEARD", "HOST", "BUILD", "LABELS"];

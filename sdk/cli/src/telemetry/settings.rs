@@ -174,7 +174,7 @@ mod tests {
 
     #[test]
     fn what_can_not_be_done_is_refused_by_name() {
-        let cases: [(&[(&str, &str)], &str); 4] = [
+        let cases: [(&[(&str, &str)], &str); 6] = [
             (&[ON, ("OTEL_TRACES_EXPORTER", "zipkin")], "OTEL_TRACES_EXPORTER=\"zipkin\""),
             (&[ON, ("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc")], "OTEL_EXPORTER_OTLP_PROTOCOL=\"grpc\""),
             (&[("OTEL_EXPORTER_OTLP_ENDPOINT", "garbage")], "OTEL_EXPORTER_OTLP_ENDPOINT=\"garbage\""),

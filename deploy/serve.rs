@@ -153,7 +153,8 @@ pub async fn worker(args: WorkerArgs, spawner: Option<Spawner>, observer: Observ
     config.memory_bytes = args.memory.map_or(config.memory_bytes, |size| size.0);
     config.disk_bytes = args.disk.map_or(config.disk_bytes, |size| size.0);
     config.labels = args.labels.into_iter().collect();
-    config.task_user = args.task_user;
+    config.task_user = args.task_users.or(args.task_user);
+    config.task_user_per_slot = args.task_users.is_some();
     config.observer = observer;
     let nats = nats(args.nats)?;
     let store = store(args.store);

@@ -119,5 +119,9 @@ fn worker_config(args: &UpArgs, dir: &std::path::Path) -> Result<Config, String>
     if rustix::process::geteuid().is_root() {
         config.task_user = Some(NOBODY);
     }
+    if args.task_users.is_some() {
+        config.task_user = args.task_users;
+        config.task_user_per_slot = true;
+    }
     Ok(config)
 }

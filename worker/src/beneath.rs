@@ -15,7 +15,7 @@ use rustix::fs::{AtFlags, FileType, Mode, OFlags, ResolveFlags, Stat};
 use rustix::io::Errno;
 
 /// Flags of everything opened here.
-const ALWAYS: OFlags = OFlags::CLOEXEC.union(OFlags::NOFOLLOW).union(OFlags::NOCTTY);
+const ALWAYS: OFlags = OFlags::CLOEXEC.union(OFlags::NOFOLLOW);
 
 /// Opens a directory whose own place only the worker can change.
 ///
@@ -80,7 +80,7 @@ pub fn kind(stat: &Stat) -> FileType {
 /// # Errors
 /// What the system says; also when it is something else or somebody else's.
 pub fn open_plain(root: &OwnedFd, path: &Path, owner: Option<(u32, u32)>) -> io::Result<File> {
-    let file = open(root, path, OFlags::RDONLY | OFlags::NONBLOCK)?;
+    let file = open(root, path, OFlags::RDONLY | OFlags::NONBLOCK | OFlags::NOCTTY)?;
     let stat = rustix::fs::fstat(&file)?;
     if kind(&stat) != FileType::RegularFile {
         return Err(io::Error::other("no plain file"));

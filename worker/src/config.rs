@@ -37,6 +37,9 @@ pub struct Config {
     pub labels: BTreeMap<String, String>,
     /// User and group tasks run as, when the worker runs as root; `None`: as the worker.
     pub task_user: Option<(u32, u32)>,
+    /// Does each slot have a user of its own? Slot 0 has `task_user`, the next the numbers after it. Tasks of different slots then
+    /// can't signal each other, nor read each other's files.
+    pub task_user_per_slot: bool,
     /// Use cgroups? Without, tasks that ask for limits are refused.
     pub cgroups: bool,
     /// Milliseconds between beats.
@@ -72,6 +75,7 @@ impl Config {
             isolation: vec![Isolation::Null, Isolation::Process],
             labels: BTreeMap::new(),
             task_user: None,
+            task_user_per_slot: false,
             cgroups: true,
             beat_ms: 3_000,
             linger_ms: 5,
@@ -101,6 +105,13 @@ impl Config {
         if self.isolation.is_empty() {
             return Err(ConfigError::NoIsolation);
         }
+        if self.task_user_per_slot {
+            let (uid, gid) = self.task_user.unwrap_or_default();
+            // All ones means "no change" to the kernel.
+            if uid == 0 || gid == 0 || uid.max(gid).checked_add(self.slots).is_none_or(|end| end == u32::MAX) {
+                return Err(ConfigError::TaskUsers { uid, gid, slots: self.slots });
+            }
+        }
         if self.task_user.is_some() && !rustix::process::geteuid().is_root() {
             return Err(ConfigError::TaskUser);
         }
@@ -123,6 +134,16 @@ pub enum ConfigError {
     /// Nothing to offer.
     #[error("a worker must offer at least one isolation tier: null or process")]
     NoIsolation,
+    /// A range of users that holds root, or more than there are.
+    #[error("{slots} slots can't have users of their own from {uid}:{gid} on; choose another first user")]
+    TaskUsers {
+        /// The first user.
+        uid: u32,
+        /// The first group.
+        gid: u32,
+        /// How many.
+        slots: u32,
+    },
     /// Only root can become somebody else.
     #[error("tasks can run as another user only when the worker runs as root; leave the task user out, or run it as root")]
     TaskUser,

@@ -23,6 +23,8 @@ const MODE: u32 = 0o700;
 /// Mode of a slot's directory: a task's user may pass, and change nothing.
 const ROOT_MODE: u32 = 0o755;
 
+/// Mode of a slot's directory whose user's group is nobody else's.
+const CLOSED_MODE: u32 = 0o710;
 /// Work, output and temporary directory.
 const NAMES: [&str; 3] = ["work", "out", "tmp"];
 
@@ -49,6 +51,7 @@ pub struct Full {
 pub struct Dirs {
     root: PathBuf,
     owner: Option<(u32, u32)>,
+    closed: bool,
     clean: bool,
     lent: Instant,
     seen: [Option<Seen>; 3],
@@ -58,7 +61,13 @@ impl Dirs {
     /// The directories below `root`, to belong to `owner` if one is given.
     #[must_use]
     pub fn new(root: PathBuf, owner: Option<(u32, u32)>) -> Self {
-        Self { root, owner, clean: false, lent: Instant::now(), seen: [None; 3] }
+        Self { root, owner, closed: false, clean: false, lent: Instant::now(), seen: [None; 3] }
+    }
+
+    /// The same, which only its owner can enter: users of other slots can't.
+    #[must_use]
+    pub fn closed(root: PathBuf, owner: Option<(u32, u32)>) -> Self {
+        Self { closed: true, ..Self::new(root, owner) }
     }
 
     /// Where the task starts, its HOME.
@@ -155,7 +164,13 @@ impl Dirs {
     fn make_one(&self, name: &str) -> io::Result<()> {
         if !self.root.is_dir() {
             fs::create_dir_all(&self.root)?;
-            fs::set_permissions(&self.root, fs::Permissions::from_mode(ROOT_MODE))?;
+            match self.owner.filter(|_| self.closed) {
+                None => fs::set_permissions(&self.root, fs::Permissions::from_mode(ROOT_MODE))?,
+                Some((_, gid)) => {
+                    std::os::unix::fs::lchown(&self.root, None, Some(gid))?;
+                    fs::set_permissions(&self.root, fs::Permissions::from_mode(CLOSED_MODE))?;
+                }
+            }
         }
         beneath::make_dirs(&beneath::root(&self.root)?, Path::new(name), MODE, self.owner).map(drop)
     }

@@ -61,6 +61,8 @@ pub struct Shared<B, O> {
     pub dir: PathBuf,
     /// Whom tasks run as, if not as the worker.
     pub owner: Option<(u32, u32)>,
+    /// Does each slot have its own, counted from that one?
+    pub owner_per_slot: bool,
     /// Bytes kept of each stream.
     pub stream_bytes_max: usize,
 }
@@ -103,7 +105,7 @@ impl<B: Bus, O: Objects> Executor<B, O> {
     /// A slot in which nothing ran yet.
     #[must_use]
     pub fn new(slot: u32, shared: Shared<B, O>, machine: ProcessMachine, stop: StopSignal) -> Self {
-        let dirs = Dirs::new(shared.dir.join(slot.to_string()), shared.owner);
+        let dirs = dirs_of(&shared, slot, shared.dir.join(slot.to_string()));
         let mut looks = tokio::time::interval(LOOK_EVERY);
         looks.set_missed_tick_behavior(MissedTickBehavior::Delay);
         Self { slot, shared, machine, stop, dirs, generation: 0, laps: Laps::begin(), looks }
@@ -266,7 +268,7 @@ impl<B: Bus, O: Objects> Executor<B, O> {
             1 => self.slot.to_string(),
             n => format!("{}-{}", self.slot, n - 1),
         });
-        self.dirs = Dirs::new(root, self.shared.owner);
+        self.dirs = dirs_of(&self.shared, self.slot, root);
         tokio::task::spawn_blocking(move || {
             // What can't be removed now is removed at the next start.
             let _ = dirs::remove_all(&old);
@@ -277,6 +279,15 @@ impl<B: Bus, O: Objects> Executor<B, O> {
         // A driver that is gone is noticed at the end.
         let _ = self.shared.events.send(Input::Progress { slot: self.slot, name: *name, progress }).await;
     }
+}
+
+/// Directories of a slot in `root`.
+fn dirs_of<B, O>(shared: &Shared<B, O>, slot: u32, root: PathBuf) -> Dirs {
+    if !shared.owner_per_slot {
+        return Dirs::new(root, shared.owner);
+    }
+    // That it doesn't overflow was checked with the configuration.
+    Dirs::closed(root, shared.owner.map(|(uid, gid)| (uid.saturating_add(slot), gid.saturating_add(slot))))
 }
 
 /// What became of an attempt.

@@ -95,6 +95,7 @@ pub async fn run<B: Bus, O: Objects>(
         events,
         dir: place.dir.join("slots"),
         owner: config.task_user,
+        owner_per_slot: config.task_user_per_slot,
         stream_bytes_max: config.stream_bytes_max,
     };
     let core = core_config(&config, cgroups.is_some());

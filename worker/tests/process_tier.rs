@@ -350,6 +350,31 @@ async fn the_last_beat_arrives_also_when_the_one_before_is_answered_late() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_user_for_each_slot_when_configured() {
+    if !rustix::process::geteuid().is_root() {
+        eprintln!("skipped: not root");
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    std::fs::set_permissions(dir.path(), std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
+    let mut w = World::start_in(dir, |config| {
+        config.slots = 2;
+        config.task_user = Some((60_001, 60_001));
+        config.task_user_per_slot = true;
+    })
+    .await;
+    let script = "echo x > f; chmod 777 . f; sleep 1; id -u; id -g; id -G; cat ../../*/work/f 2>/dev/null | wc -l";
+    let (job, _) = w.job(r#"{"count":2}"#, &task(&format!(r#""command":{script:?}"#)));
+    let orders = [w.bundle(job, 0, 1).1, w.bundle(job, 1, 1).1];
+    w.order(orders.into()).await;
+    w.until("2 ends", |w| w.ends().len() == 2).await;
+    let mut said: Vec<String> = w.ends().iter().map(|end| text(&end.stdout)).collect();
+    said.sort();
+    assert_eq!(said, ["60001\n60001\n60001\n1\n", "60002\n60002\n60002\n1\n"]);
+    w.finish().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn another_user_when_configured() {
     if !rustix::process::geteuid().is_root() {
         eprintln!("skipped: not root");

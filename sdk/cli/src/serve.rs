@@ -28,6 +28,9 @@ pub struct UpArgs {
     /// Tasks (bundles) run at once. Default: one a core.
     #[arg(long, env = "VOLLEY_SLOTS", value_name = "N")]
     pub slots: Option<u32>,
+    /// As root: gives each slot a user of its own, counted from this one, `UID:GID`. Default: all tasks run as nobody.
+    #[arg(long, env = "VOLLEY_TASK_USERS", value_name = "UID:GID", value_parser = user)]
+    pub task_users: Option<(u32, u32)>,
     /// Also offers `isolation: null`, which runs nothing.
     #[arg(long, hide = true)]
     pub null: bool,
@@ -192,6 +195,9 @@ pub struct WorkerArgs {
     /// The user that tasks run as, `UID:GID`, when the worker runs as root. Default: the worker's own.
     #[arg(long, env = "VOLLEY_TASK_USER", value_name = "UID:GID", value_parser = user)]
     pub task_user: Option<(u32, u32)>,
+    /// Gives each slot a user of its own, counted from this one, `UID:GID`, so that tasks can't touch each other.
+    #[arg(long, env = "VOLLEY_TASK_USERS", value_name = "UID:GID", value_parser = user, conflicts_with = "task_user")]
+    pub task_users: Option<(u32, u32)>,
     /// Also offers `isolation: null`, which runs nothing.
     #[arg(long, hide = true)]
     pub null: bool,

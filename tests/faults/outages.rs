@@ -112,11 +112,11 @@ async fn s3_refuses_for_a_while() {
     let refusing_s = setting("VOLLEY_FAULTS_REFUSING_S", 12);
     let s3_port = free_port();
     let proxy = Proxy::start(s3_port).await;
-    let cluster = Cluster::start(Plan { s3_via: Some(proxy.port), s3_port: Some(s3_port), workers: vec![4, 4], ..Plan::default() }).await;
+    let cluster = Cluster::start(Plan { s3_via: Some(proxy.port), s3_port: Some(s3_port), workers: vec![8, 8], ..Plan::default() }).await;
     let spec = json!({
         "version": "volley/v1", "name": "writers", "items": { "count": 400 },
         "task": { "isolation": "process", "command": "echo ${index} > \"$VOLLEY_OUTPUT_DIR/n\"" },
-        // Those that wait for S3 keep their slots; others are left for tasks that don't need it.
+        // Those that wait for S3 keep their slots; others are left on each worker for tasks that don't need it.
         "limits": { "rate": "100/s", "concurrency": 4 },
     });
     let job = cluster.submit(&spec).await;

@@ -1,3 +1,4 @@
+//! Tests of `beneath`: nothing outside is read or written, whatever a task swaps in meanwhile.
 use std::fs;
 use std::io::Read;
 use std::os::fd::OwnedFd;

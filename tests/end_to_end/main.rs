@@ -29,3 +29,4 @@ mod remove;
 mod rerun;
 mod retry;
 mod telemetry;
+mod users;

@@ -5,7 +5,7 @@
 use volley_jobspecs::api::{Explanation, JobState};
 use volley_jobspecs::failure::FailureClass;
 use volley_jobspecs::ids::JobId;
-use volley_jobspecs::wire::report::Ending;
+use volley_jobspecs::wire::report::{Ending, Timing};
 
 use super::only;
 use crate::api::views;
@@ -90,7 +90,9 @@ fn attempt(row: &AttemptRow) -> String {
         Ending::Returned => "handed back".to_owned(),
         Ending::Failed(class) => format!("{class}, {}", end.message.as_deref().unwrap_or("no more is known")),
     };
-    format!("try {} on worker {}: {how}; ran {} ms", end.name.number, row.worker, end.timing.run_ms)
+    // Of one that was lost with its worker nothing is measured.
+    let ran = if end.timing == Timing::default() { String::new() } else { format!("; ran {} ms", end.timing.run_ms) };
+    format!("try {} on worker {}: {how}{ran}", end.name.number, row.worker)
 }
 
 /// Why there was no further try.
@@ -193,7 +195,7 @@ mod tests {
     use volley_jobspecs::parse::parse_and_validate;
     use volley_jobspecs::validate::Features;
     use volley_jobspecs::wire::plan::{Isolation, SpecRef};
-    use volley_jobspecs::wire::report::{AttemptEnd, Timing};
+    use volley_jobspecs::wire::report::AttemptEnd;
 
     fn facts(retry: &str) -> Facts {
         let spec = format!(

@@ -45,13 +45,23 @@ pub fn cores(milli: u32) -> String {
     if milli.is_multiple_of(1_000) { (milli / 1_000).to_string() } else { format!("{:.1}", f64::from(milli) / 1_000.0) }
 }
 
-/// How long ago an RFC 3339 instant was; the text itself when it isn't one.
+/// Whole seconds, for what is only known to a second: `<1s`, `4s`, `1m05s`.
+#[must_use]
+pub fn seconds(seconds: u64) -> String {
+    match seconds {
+        0 => "<1s".to_owned(),
+        1..10 => format!("{seconds}s"),
+        _ => time(seconds.saturating_mul(1_000)),
+    }
+}
+
+/// How long ago an RFC 3339 instant was, to a second; the text itself when it isn't one.
 #[must_use]
 pub fn age(instant: &str, now: Timestamp) -> String {
     between(instant, now).unwrap_or_else(|| instant.to_owned())
 }
 
-/// From one instant to another, or to now when there is no other yet.
+/// From one instant to another, or to now when there is no other yet; to a second, as the cluster's clock is.
 #[must_use]
 pub fn span(from: Option<&str>, to: Option<&str>, now: Timestamp) -> String {
     let to = to.and_then(|to| to.parse().ok()).unwrap_or(now);
@@ -60,8 +70,9 @@ pub fn span(from: Option<&str>, to: Option<&str>, now: Timestamp) -> String {
 
 fn between(from: &str, to: Timestamp) -> Option<String> {
     let from: Timestamp = from.parse().ok()?;
-    // A clock that is behind the cluster's shows 0, not a negative age.
-    Some(time(u64::try_from(to.as_millisecond().saturating_sub(from.as_millisecond())).unwrap_or(0)))
+    // A clock that is behind the cluster's shows none, not a negative age.
+    let ms = u64::try_from(to.as_millisecond().saturating_sub(from.as_millisecond())).unwrap_or(0);
+    Some(seconds(ms / 1_000))
 }
 
 /// Reads an argument as a spec would: durations, sizes, cores.
@@ -117,10 +128,13 @@ mod tests {
     fn ages_are_never_negative_and_spans_end_now_when_they_have_not_ended() {
         let now: Timestamp = "2026-01-01T00:01:05Z".parse().unwrap_or_else(|e| panic!("{e}"));
         assert_eq!(age("2026-01-01T00:00:00Z", now), "1m05s");
-        assert_eq!(age("2026-01-02T00:00:00Z", now), "0ms");
+        assert_eq!(age("2026-01-02T00:00:00Z", now), "<1s");
         assert_eq!(age("?", now), "?");
         assert_eq!(span(Some("2026-01-01T00:00:00Z"), None, now), "1m05s");
-        assert_eq!(span(Some("2026-01-01T00:00:00Z"), Some("2026-01-01T00:00:02Z"), now), "2.0s");
+        assert_eq!(span(Some("2026-01-01T00:00:00Z"), Some("2026-01-01T00:00:02Z"), now), "2s");
+        let ticks = ("2026-01-01T00:00:00.020Z", "2026-01-01T00:00:01.021Z");
+        assert_eq!(span(Some(ticks.0), Some(ticks.0), now), "<1s", "a job within one tick of the cluster's clock");
+        assert_eq!(span(Some(ticks.0), Some(ticks.1), now), "1s");
         assert_eq!(span(None, None, now), "");
     }
 

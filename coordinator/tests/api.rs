@@ -196,8 +196,11 @@ async fn tenants_see_their_own_and_operators_all() {
         cluster.call(method, path, Some(secret), &[], "{}").await.expect(403);
     }
     let quota =
-        cluster.call(Method::POST, "/v1/jobs", Some(secret), &[], spec("big", json!({ "count": 50 })).to_string()).await.expect(429).json();
+        cluster.call(Method::POST, "/v1/jobs", Some(secret), &[], spec("big", json!({ "count": 10 })).to_string()).await.expect(429).json();
     assert!(quota["code"] == "quota" && quota["retryable"] == true, "{quota}");
+    let huge = cluster.call(Method::POST, "/v1/jobs", Some(secret), &[], spec("huge", json!({ "count": 11 })).to_string()).await;
+    let huge = huge.expect(400).json();
+    assert!(huge["retryable"] == false && huge["problems"][0]["path"] == "$.items", "{huge}");
     cluster.post(&format!("/v1/jobs/{ours}/pause"), "").await.expect(200);
     cluster
         .call(Method::POST, &format!("/v1/jobs/{ours}/cancel"), Some(secret), &[], json!({ "reason": "enough" }).to_string())

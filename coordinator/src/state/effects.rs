@@ -172,6 +172,20 @@ pub enum Refusal {
         /// Asked for.
         brings: u64,
     },
+    /// More than the whole quota of the tenant: waiting doesn't help.
+    #[error(
+        "tenant {tenant} may have {max} {what} in jobs that have not ended, and this job alone brings {brings}; make it smaller, or ask an operator for more"
+    )]
+    NeverFits {
+        /// Whose.
+        tenant: TenantId,
+        /// Of what.
+        what: &'static str,
+        /// Limit.
+        max: u64,
+        /// Asked for.
+        brings: u64,
+    },
     /// Priority above the tenant's.
     #[error("$.priority: tenant {tenant} may ask for at most {max}, not {asked}")]
     Priority {

@@ -1,9 +1,11 @@
 //! Numbers for eyes.
 //!
-//! Owns how times, sizes and ages are shown. Does not own reading them (`volley_jobspecs::spec::scalars`).
+//! Owns how times and ages are shown. Does not own sizes and cores (`volley_jobspecs::units`) or reading them
+//! (`volley_jobspecs::spec::scalars`).
 
 use jiff::Timestamp;
 use volley_jobspecs::spec::scalars::Scalar;
+pub use volley_jobspecs::units::{bytes, cores};
 
 /// Milliseconds in two units at most: `340ms`, `4.2s`, `1m05s`, `2h10m`, `3d4h`.
 #[must_use]
@@ -17,32 +19,6 @@ pub fn time(ms: u64) -> String {
         3_600..86_400 => format!("{}h{:02}m", seconds / 3_600, seconds % 3_600 / 60),
         _ => format!("{}d{}h", seconds / 86_400, seconds % 86_400 / 3_600),
     }
-}
-
-/// Bytes in the largest unit that leaves a digit: `512 B`, `1.5 KiB`, `20 GiB`.
-#[must_use]
-pub fn bytes(bytes: u64) -> String {
-    const UNITS: [&str; 5] = ["KiB", "MiB", "GiB", "TiB", "PiB"];
-    if bytes < 1024 {
-        return format!("{bytes} B");
-    }
-    // Floating point is exact enough for two digits.
-    let mut value = bytes as f64 / 1024.0;
-    let mut unit = UNITS[0];
-    for larger in &UNITS[1..] {
-        if value < 1024.0 {
-            break;
-        }
-        value /= 1024.0;
-        unit = larger;
-    }
-    if value < 10.0 { format!("{value:.1} {unit}") } else { format!("{value:.0} {unit}") }
-}
-
-/// Thousandths of a core as cores: `0.5`, `8`.
-#[must_use]
-pub fn cores(milli: u32) -> String {
-    if milli.is_multiple_of(1_000) { (milli / 1_000).to_string() } else { format!("{:.1}", f64::from(milli) / 1_000.0) }
 }
 
 /// Whole seconds, for what is only known to a second: `<1s`, `4s`, `1m05s`.
@@ -115,13 +91,6 @@ mod tests {
     fn times_have_two_units_at_most() {
         let got: Vec<String> = [0, 340, 4_250, 59_999, 65_000, 7_800_000, 273_600_000].into_iter().map(time).collect();
         assert_eq!(got, ["0ms", "340ms", "4.2s", "59s", "1m05s", "2h10m", "3d4h"]);
-    }
-
-    #[test]
-    fn sizes_keep_a_digit() {
-        let got: Vec<String> = [0, 1023, 1536, 20 << 30, u64::MAX].into_iter().map(bytes).collect();
-        assert_eq!(got, ["0 B", "1023 B", "1.5 KiB", "20 GiB", "16384 PiB"]);
-        assert_eq!((cores(500), cores(8_000)), ("0.5".to_owned(), "8".to_owned()));
     }
 
     #[test]

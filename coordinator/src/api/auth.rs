@@ -141,7 +141,7 @@ fn lookup(app: &App, token: &str) -> Result<Option<(String, Token)>, RowsError> 
     if id == BOOTSTRAP_ID {
         let known = app.bootstrap_hash.as_deref().is_some_and(|known| same(known, &hash));
         let tenant = TenantId::new(DEFAULT_TENANT).ok().filter(|_| known);
-        return Ok(tenant.map(|tenant| (id.to_owned(), Token { tenant, secret_hash: hash, operator: true })));
+        return Ok(tenant.map(|tenant| (id.to_owned(), Token { tenant, secret_hash: hash, operator: true, created_ms: None })));
     }
     let row = app.handle.rows().get(Table::Meta, format!("token/{id}").as_bytes())?;
     let found: Option<Token> = row.and_then(|bytes| volley_jobspecs::wire::decode("token", &bytes).ok());

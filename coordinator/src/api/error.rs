@@ -113,9 +113,13 @@ impl From<Refusal> for ApiError {
         let message = refusal.to_string();
         match refusal {
             Refusal::NoJob(_) | Refusal::NoTenant(_) | Refusal::NoWorker(_) | Refusal::NoToken(_) => Self::not_found(message),
-            Refusal::KeyReused { .. } | Refusal::Ended(_) | Refusal::NotEnded(_) | Refusal::Removed(_) | Refusal::NothingToRerun(_) => {
-                Self::new(StatusCode::CONFLICT, "conflict", message)
-            }
+            Refusal::KeyReused { .. }
+            | Refusal::BuiltIn(_)
+            | Refusal::TenantBusy { .. }
+            | Refusal::Ended(_)
+            | Refusal::NotEnded(_)
+            | Refusal::Removed(_)
+            | Refusal::NothingToRerun(_) => Self::new(StatusCode::CONFLICT, "conflict", message),
             Refusal::Quota { .. } => Self::new(StatusCode::TOO_MANY_REQUESTS, "quota", message),
             Refusal::NeverFits { .. } => Self::bad_spec("$.items", message),
             Refusal::Priority { .. } => {

@@ -196,6 +196,17 @@ pub enum Refusal {
         /// Asked for.
         asked: i16,
     },
+    /// A tenant that every cluster has.
+    #[error("tenant {0} belongs to every cluster and can't be removed")]
+    BuiltIn(TenantId),
+    /// A tenant with work to do.
+    #[error("tenant {tenant} has {jobs} jobs that have not ended; wait, or cancel them (`volley --tenant {tenant} jobs` lists them)")]
+    TenantBusy {
+        /// Which.
+        tenant: TenantId,
+        /// How many.
+        jobs: usize,
+    },
     /// The job has ended.
     #[error("job {0} has ended")]
     Ended(JobId),

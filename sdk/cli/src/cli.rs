@@ -80,9 +80,9 @@ enum Verb {
     Workers(verbs::workers::Args),
     /// Shows the cluster.
     Cluster(verbs::cluster::Args),
-    /// Makes, changes and lists tenants (operators).
+    /// Makes, changes, lists and removes tenants (operators).
     Tenant(verbs::tenant::Args),
-    /// Makes and revokes tokens (operators).
+    /// Makes, lists and revokes tokens (operators).
     Token(verbs::token::Args),
 
     /// Prints the JSON Schema of job specs.
@@ -251,6 +251,8 @@ mod tests {
             "volley workers resume w1",
             "volley tenant add t --weight 50",
             "volley tenant ls",
+            "volley tenant rm t",
+            "volley token ls",
             "volley token create --tenant t --operator",
             "volley token revoke id",
             "volley log show --from 7 --limit 3",

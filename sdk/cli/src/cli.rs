@@ -246,6 +246,7 @@ mod tests {
             "volley resume j7",
             "volley rerun j7",
             "volley rm j7",
+            "volley rm j7 j8 --no-wait",
             "volley workers",
             "volley workers drain w1",
             "volley workers resume w1",

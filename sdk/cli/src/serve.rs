@@ -141,7 +141,7 @@ pub struct CoordinatorArgs {
     /// A file with the operator's first token, `vt_bootstrap_…`. Without, only tokens in the log are valid.
     #[arg(long, env = "VOLLEY_OPERATOR_TOKEN_FILE", value_name = "FILE")]
     pub operator_token_file: Option<PathBuf>,
-    /// Gives /metrics without a token to whoever asks from this host; its tasks can, too. Without, Prometheus sends an operator's token
+    /// Gives /metrics without a token to this host. Its tasks can ask, too. Without, Prometheus sends an operator's token
     /// (`volley token create --operator --tenant NAME`).
     #[arg(long, env = "VOLLEY_LOCAL_METRICS")]
     pub local_metrics: bool,
@@ -203,10 +203,10 @@ pub struct WorkerArgs {
 /// Whom tasks run as, where the worker runs as root. Without either, each slot has a user of its own, counted from 80000:80000.
 #[derive(Debug, Clone, Args)]
 pub struct UserArgs {
-    /// As root: gives each slot a user of its own, counted from this one, so that tasks can't touch each other [default: 80000:80000].
+    /// As root: the first of the users that slots have, one each. Tasks of different slots can't touch each other. Default: 80000:80000.
     #[arg(long, env = "VOLLEY_TASK_USERS", value_name = "UID:GID", value_parser = user, conflicts_with = "task_user")]
     pub task_users: Option<(u32, u32)>,
-    /// As root: one user for all tasks instead; `root` when they may do anything on this host.
+    /// As root: one user for all tasks instead. `root` lets them do anything on this host.
     #[arg(long, env = "VOLLEY_TASK_USER", value_name = "UID:GID", value_parser = user_or_root)]
     pub task_user: Option<(u32, u32)>,
 }
@@ -229,7 +229,7 @@ pub struct LogArgs {
     /// NATS.
     #[command(flatten)]
     pub nats: NatsArgs,
-    /// Uses the NATS of the cluster that `volley up` keeps in this directory (~/.local/share/volley; as root /var/lib/volley).
+    /// Uses the NATS of the `volley up` that keeps its cluster here. It does so in ~/.local/share/volley, as root in /var/lib/volley.
     #[arg(long, env = "VOLLEY_DIR", value_name = "DIR")]
     pub dir: Option<PathBuf>,
     /// What to do.

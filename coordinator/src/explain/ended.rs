@@ -215,18 +215,12 @@ mod tests {
     }
 
     fn row(number: u32, class: FailureClass, code: i32) -> (u64, AttemptRow) {
+        let name = AttemptName { job: JobId(1), stage: 0, index: 3, number, sequence: 7 };
         let end = AttemptEnd {
-            name: AttemptName { job: JobId(1), stage: 0, index: 3, number, sequence: 7 },
-            ending: Ending::Failed(class),
             code: Some(code),
             message: Some(format!("exit code {code}")),
-            isolation: Isolation::Process,
             timing: Timing { run_ms: 60, ..Timing::default() },
-            usage: None,
-            result: None,
-            stdout: None,
-            stderr: None,
-            outputs: None,
+            ..AttemptEnd::bare(name, Ending::Failed(class), Isolation::Process)
         };
         (7, AttemptRow { worker: WorkerId::new("w").unwrap(), end, assigned_ms: 0, ended_ms: 0 })
     }

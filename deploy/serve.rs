@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::sync::CancellationToken;
-use volley_cli::serve::{CoordinatorArgs, NatsArgs, StoreArgs, WorkerArgs};
+use volley_cli::serve::{CoordinatorArgs, NatsArgs, StoreArgs, UserArgs, WorkerArgs};
 use volley_coordinator::config::CoordinatorConfig;
 use volley_coordinator::io::bus::{self, ConnectError, NatsConfig};
 use volley_coordinator::run::Running;
@@ -15,7 +15,7 @@ use volley_jobspecs::ids::WorkerId;
 use volley_jobspecs::observe::Observing;
 use volley_jobspecs::wire::plan::Isolation;
 use volley_store::{Store, StoreConfig};
-use volley_worker::{Config, NatsBus, S3Objects, Spawner};
+use volley_worker::{Config, NatsBus, S3Objects, Spawner, users};
 
 /// Pause before NATS is tried again at a worker's start.
 const CONNECT_PAUSE: Duration = Duration::from_secs(1);
@@ -140,6 +140,18 @@ fn tiers(names: &[String], null: bool) -> Result<Vec<Isolation>, String> {
     Ok(tiers)
 }
 
+/// Whom tasks run as: who was named; as root, without, a user of its own for each slot.
+pub fn set_users(config: &mut Config, args: &UserArgs) -> Result<(), String> {
+    let named = args.task_users.or(args.task_user);
+    let root = rustix::process::geteuid().is_root() && config.isolation.contains(&Isolation::Process);
+    config.task_user = match named {
+        None if root => Some(users::for_slots(config.slots).map_err(line)?),
+        named => named,
+    };
+    config.task_user_per_slot = config.task_user.is_some() && args.task_user.is_none();
+    Ok(())
+}
+
 /// Runs a worker until it has drained.
 pub async fn worker(args: WorkerArgs, spawner: Option<Spawner>, observer: Observing) -> Ended {
     let name = match args.name {
@@ -153,8 +165,7 @@ pub async fn worker(args: WorkerArgs, spawner: Option<Spawner>, observer: Observ
     config.memory_bytes = args.memory.map_or(config.memory_bytes, |size| size.0);
     config.disk_bytes = args.disk.map_or(config.disk_bytes, |size| size.0);
     config.labels = args.labels.into_iter().collect();
-    config.task_user = args.task_users.or(args.task_user);
-    config.task_user_per_slot = args.task_users.is_some();
+    set_users(&mut config, &args.users)?;
     config.observer = observer;
     let nats = nats(args.nats)?;
     let store = store(args.store);

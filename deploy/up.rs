@@ -18,11 +18,11 @@ use volley_jobspecs::observe::Observing;
 use volley_jobspecs::wire::plan::Isolation;
 use volley_store::StoreConfig;
 use volley_store::embedded::{EmbeddedConfig, EmbeddedServer};
-use volley_worker::{Config, Spawner};
+use volley_worker::{Config, Spawner, users};
 
 use crate::embedded::{Nats, Secrets, make_private_dir};
 use crate::room::Room;
-use crate::serve::{Ended, line, run_worker};
+use crate::serve::{Ended, line, run_worker, set_users};
 
 /// The bucket of an embedded store.
 const BUCKET: &str = "volley";
@@ -30,8 +30,6 @@ const BUCKET: &str = "volley";
 const NO_ROOM: &str = "No space left on device";
 /// Pause before a coordinator that ended is started again.
 const RESTART_PAUSE: Duration = Duration::from_secs(1);
-/// The user tasks run as when everything runs as root: Debian's `nobody`. A task must not be able to read the credentials.
-const NOBODY: (u32, u32) = (65_534, 65_534);
 
 /// Starts everything, and ends it on a signal: the first drains, the second stops now.
 pub async fn up(args: UpArgs, spawner: Option<Spawner>, observer: Observing) -> Ended {
@@ -138,7 +136,7 @@ fn make_dir(args: &UpArgs) -> Result<PathBuf, String> {
     let root = rustix::process::geteuid().is_root();
     let dir = match &args.dir {
         Some(dir) => dir.clone(),
-        // Tasks run as nobody then, who can't pass through root's home.
+        // Tasks run as other users then, who can't pass through root's home.
         None if root => PathBuf::from(UpArgs::ROOT_DIR),
         None => args.dir().ok_or("no home directory; say where to keep things with --dir")?,
     };
@@ -147,10 +145,11 @@ fn make_dir(args: &UpArgs) -> Result<PathBuf, String> {
     let dir = std::fs::canonicalize(&dir).map_err(|e| format!("{}: {e}", dir.display()))?;
     let mode = std::fs::Permissions::from_mode(0o711);
     std::fs::set_permissions(&dir, mode).map_err(|e| format!("{}: {e}", dir.display()))?;
-    if root && let Some(closed) = dir.ancestors().skip(1).find(|d| std::fs::metadata(d).is_ok_and(|m| m.permissions().mode() & 0o001 == 0))
-    {
+    // Before anything is started; the worker looks at its own directory.
+    let others = root && args.users.task_user.is_none_or(|(uid, _)| uid != 0);
+    if others && let Some(closed) = users::closed_above(&dir) {
         return Err(format!(
-            "tasks run as nobody, who can't pass through {} to {}; choose another place with --dir",
+            "tasks run as other users, who can't pass through {} to {}; choose another place with --dir",
             closed.display(),
             dir.display()
         ));
@@ -169,12 +168,6 @@ fn worker_config(args: &UpArgs, dir: &std::path::Path) -> Result<Config, String>
     if args.null {
         config.isolation.push(Isolation::Null);
     }
-    if rustix::process::geteuid().is_root() {
-        config.task_user = Some(NOBODY);
-    }
-    if args.task_users.is_some() {
-        config.task_user = args.task_users;
-        config.task_user_per_slot = true;
-    }
+    set_users(&mut config, &args.users)?;
     Ok(config)
 }

@@ -46,6 +46,9 @@ fn check(state: &State, submit: &Submit) -> Result<Option<Key>, Refusal> {
 }
 
 fn quota(tenant: &volley_jobspecs::ids::TenantId, what: &'static str, max: u64, has: u64, brings: u64) -> Result<(), Refusal> {
+    if brings > max {
+        return Err(Refusal::NeverFits { tenant: tenant.clone(), what, max, brings });
+    }
     if has + brings <= max {
         return Ok(());
     }

@@ -36,7 +36,12 @@ pub fn needs(record: &Record) -> Option<(JobId, bool)> {
 pub fn job_of(verb: &Verb) -> Option<JobId> {
     match verb {
         Verb::Cancel { job, .. } | Verb::Pause { job } | Verb::Resume { job } | Verb::Rerun { job } | Verb::Remove { job } => Some(*job),
-        Verb::Drain { .. } | Verb::PutTenant { .. } | Verb::CreateToken { .. } | Verb::RevokeToken { .. } | Verb::Uploaded { .. } => None,
+        Verb::Drain { .. }
+        | Verb::PutTenant { .. }
+        | Verb::RemoveTenant { .. }
+        | Verb::CreateToken { .. }
+        | Verb::RevokeToken { .. }
+        | Verb::Uploaded { .. } => None,
     }
 }
 

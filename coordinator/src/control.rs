@@ -3,8 +3,8 @@
 //! Owns what each verb may be asked of. Each is one record whatever the number of tasks. Does not own who may ask: the API checked that.
 
 use volley_jobspecs::ids::{JobId, TenantId};
-use volley_jobspecs::wire::LEVEL_ROUNDS;
 use volley_jobspecs::wire::record::{Control, Verb};
+use volley_jobspecs::wire::{LEVEL_ROUNDS, LEVEL_TENANTS};
 
 use crate::state::effects::{Answer, Effects, Refusal};
 use crate::state::job::EndCause;
@@ -14,6 +14,8 @@ use crate::{finish, timers, uploads};
 
 /// The tenant whose principals may see and change everything.
 pub const OPERATOR: &str = "operator";
+/// Tenants that are there without being made, and stay.
+pub const BUILT_IN: [&str; 2] = ["default", OPERATOR];
 
 /// Applies a control.
 pub fn control(state: &mut State, sequence: u64, control: &Control, fx: &mut Effects) {
@@ -37,6 +39,7 @@ pub fn control(state: &mut State, sequence: u64, control: &Control, fx: &mut Eff
             fx.tenants.insert(tenant.clone());
             Ok(())
         }
+        Verb::RemoveTenant { tenant } => remove_tenant(state, tenant, fx),
         Verb::CreateToken { id, tenant, secret_hash, operator } => create_token(state, id, tenant, secret_hash, *operator, fx),
         Verb::RevokeToken { id } => match state.tokens.remove(id) {
             Some(_) => {
@@ -93,6 +96,10 @@ fn pause(state: &mut State, tenant: &TenantId, id: JobId, on: bool) -> Result<()
 /// Opens a new round for every ended task without success: numbers go on, budgets start afresh, successes stay.
 fn rerun(state: &mut State, sequence: u64, tenant: &TenantId, id: JobId) -> Result<(), Refusal> {
     may(state, tenant, id)?;
+    // Its tenant may have been removed since it ended.
+    if let Some(job) = state.jobs.get(&id).filter(|job| !state.tenants.contains_key(&job.facts.tenant)) {
+        return Err(Refusal::NoTenant(job.facts.tenant.clone()));
+    }
     // Its objects go, and with them what would run again.
     if state.head.level >= LEVEL_ROUNDS && state.head.forget.contains(&id) {
         return Err(Refusal::Removed(id));
@@ -153,11 +160,34 @@ fn remove(state: &mut State, tenant: &TenantId, id: JobId) -> Result<(), Refusal
     Ok(())
 }
 
+/// Jobs of it that have ended stay until their time is over; operators see them.
+fn remove_tenant(state: &mut State, tenant: &TenantId, fx: &mut Effects) -> Result<(), Refusal> {
+    if BUILT_IN.contains(&tenant.as_str()) {
+        return Err(Refusal::BuiltIn(tenant.clone()));
+    }
+    if !state.tenants.contains_key(tenant) {
+        return Err(Refusal::NoTenant(tenant.clone()));
+    }
+    let jobs = state.jobs.values().filter(|job| job.facts.tenant == *tenant && job.progress.ended_ms.is_none()).count();
+    if jobs > 0 {
+        return Err(Refusal::TenantBusy { tenant: tenant.clone(), jobs });
+    }
+    state.tenants.remove(tenant);
+    fx.tenants.insert(tenant.clone());
+    let tokens: Vec<String> = state.tokens.iter().filter(|(_, token)| token.tenant == *tenant).map(|(id, _)| id.clone()).collect();
+    for id in tokens {
+        state.tokens.remove(&id);
+        fx.tokens.insert(id);
+    }
+    Ok(())
+}
+
 fn create_token(state: &mut State, id: &str, tenant: &TenantId, hash: &str, operator: bool, fx: &mut Effects) -> Result<(), Refusal> {
     if !state.tenants.contains_key(tenant) {
         return Err(Refusal::NoTenant(tenant.clone()));
     }
-    state.tokens.insert(id.to_owned(), Token { tenant: tenant.clone(), secret_hash: hash.to_owned(), operator });
+    let created_ms = (state.head.level >= LEVEL_TENANTS).then_some(state.head.now_ms);
+    state.tokens.insert(id.to_owned(), Token { tenant: tenant.clone(), secret_hash: hash.to_owned(), operator, created_ms });
     fx.tokens.insert(id.to_owned());
     Ok(())
 }

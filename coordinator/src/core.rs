@@ -10,7 +10,7 @@ use volley_jobspecs::wire::record::{Decision, Lead, Record, TenantPolicy};
 use volley_jobspecs::wire::{self, DecodeError, LEVEL_ROUNDS};
 
 use crate::apply::{self, ApplyError};
-use crate::control::OPERATOR;
+use crate::control::BUILT_IN;
 use crate::leader::{Leader, Tuning};
 use crate::state::effects::Effects;
 use crate::state::rows::{self, Rows, RowsError};
@@ -81,7 +81,7 @@ impl Core {
     /// [`RowsError`] when they can't be read.
     pub fn open(rows: &dyn Rows) -> Result<Self, RowsError> {
         let mut state = rows::load(rows)?;
-        for name in ["default", OPERATOR] {
+        for name in BUILT_IN {
             if let Ok(name) = TenantId::new(name) {
                 state.tenants.entry(name).or_insert_with(|| Tenant { policy: TenantPolicy::default() });
             }

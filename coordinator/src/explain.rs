@@ -10,6 +10,8 @@ use std::collections::BTreeMap;
 
 use volley_jobspecs::api::{Explanation, WorkerExplanation};
 use volley_jobspecs::ids::{JobId, WorkerId};
+use volley_jobspecs::units;
+use volley_jobspecs::wire::plan::Needs;
 
 use crate::api::views::{SILENT_AFTER_MS, instant};
 use crate::split::Waiting;
@@ -189,18 +191,26 @@ fn reasons(job: &Job, worker: &Worker, now_ms: u64, silent_ms: Option<u64>) -> V
         reasons.push(format!("is busy: all {slots} slots are taken"));
     }
     if !worker.promised.fits(needs, &worker.info, 1) {
-        let promised = worker.promised;
-        reasons.push(format!(
-            "has too little left: of {} thousandths of a core {} are promised, of {} bytes of memory {}, of {} bytes of disk {}",
-            worker.info.cpu_milli,
-            promised.cpu_milli,
-            worker.info.memory_bytes,
-            promised.memory_bytes,
-            worker.info.disk_bytes,
-            promised.disk_bytes
-        ));
+        reasons.push(too_little(worker, needs));
     }
     reasons
+}
+
+/// Of what too little is left on a worker for one more bundle.
+fn too_little(worker: &Worker, needs: &Needs) -> String {
+    let (info, promised) = (&worker.info, &worker.promised);
+    let cpu = (u64::from(info.cpu_milli), promised.cpu_milli, u64::from(needs.cpu_milli));
+    let memory = (info.memory_bytes, promised.memory_bytes, needs.memory_bytes);
+    let disk = (info.disk_bytes, promised.disk_bytes, needs.disk_bytes);
+    let all: [(_, _, fn(u64) -> String); 3] =
+        [("cores", cpu, units::cores), ("of memory", memory, units::bytes), ("of disk", disk, units::bytes)];
+    let short = all.into_iter().filter(|(_, (has, promised, needs), _)| promised + needs > *has);
+    let parts: Vec<String> = short
+        .map(|(what, (has, promised, needs), show)| {
+            format!("{} of its {} {what} are promised, the task needs {}", show(promised), show(has), show(needs))
+        })
+        .collect();
+    format!("has too little left: {}", parts.join("; "))
 }
 
 #[cfg(test)]
@@ -255,6 +265,22 @@ mod tests {
     fn said(state: &State, heard: &Heard) -> (String, Vec<String>) {
         let explanation = explain(state, JobId(1), 0, heard);
         (explanation.summary, explanation.workers.into_iter().flat_map(|w| w.reasons).collect())
+    }
+
+    #[test]
+    fn what_is_too_little_or_too_small_is_said_in_units() {
+        let mut s = state(2, Isolation::Process);
+        let needs = |s: &mut State, needs: Needs| s.jobs.get_mut(&JobId(1)).unwrap_or_else(|| panic!("no job")).facts.plan.needs = needs;
+        let plain = s.jobs[&JobId(1)].facts.plan.needs.clone();
+        needs(&mut s, Needs { cpu_milli: 500, memory_bytes: 512 << 20, ..plain.clone() });
+        for worker in s.workers.values_mut() {
+            worker.promised = Promised { cpu_milli: 3_750, memory_bytes: 256 << 20, disk_bytes: 0 };
+        }
+        let (_, reasons) = said(&s, &Heard::default());
+        assert_eq!(reasons, ["has too little left: 3.75 of its 4 cores are promised, the task needs 0.5"]);
+        needs(&mut s, Needs { cpu_milli: 4_500, memory_bytes: 3 << 29, ..plain });
+        let (_, reasons) = said(&s, &Heard::default());
+        assert_eq!(reasons, ["has 4 cores in all, the task needs 4.5", "has 1.0 GiB of memory in all, the task needs 1.5 GiB"]);
     }
 
     #[test]

@@ -27,6 +27,8 @@ pub mod send;
 pub mod show;
 pub mod split;
 pub mod state;
+#[cfg(test)]
+mod testing;
 pub mod timers;
 pub mod trace;
 pub mod track;

@@ -55,7 +55,7 @@ mod tests {
     use volley_jobspecs::ids::{AttemptName, Incarnation, Term, WorkerId};
     use volley_jobspecs::wire::plan::Isolation;
     use volley_jobspecs::wire::record::Decided;
-    use volley_jobspecs::wire::report::{AttemptEnd, Ending, Report, Stream, Timing};
+    use volley_jobspecs::wire::report::{AttemptEnd, Ending, Report, Stream};
 
     fn decided(decisions: Vec<Decision>) -> Vec<u8> {
         wire::encode(&Record::Decided(Decided { term: Term(3), round: 9, decisions }))
@@ -75,19 +75,7 @@ mod tests {
     fn reports_show_text_and_are_found_by_their_job() {
         let name = AttemptName { job: JobId(4), stage: 0, index: 1, number: 1, sequence: 6 };
         let stdout = Stream { bytes: 3, tail: b"hi\xff".to_vec().into(), stored: false, truncated: false };
-        let end = AttemptEnd {
-            name,
-            ending: Ending::Succeeded,
-            code: Some(0),
-            message: None,
-            isolation: Isolation::Process,
-            timing: Timing::default(),
-            usage: None,
-            result: None,
-            stdout: Some(stdout),
-            stderr: None,
-            outputs: None,
-        };
+        let end = AttemptEnd { code: Some(0), stdout: Some(stdout), ..AttemptEnd::bare(name, Ending::Succeeded, Isolation::Process) };
         let report = Report { worker: WorkerId::new("w").unwrap(), incarnation: Incarnation(1), number: 1, ends: vec![end] };
         let bytes = wire::encode(&Record::Report(report));
         assert!(line(9, &bytes, Some(JobId(5))).is_none());

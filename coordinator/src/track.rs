@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 use volley_jobspecs::failure::FailureClass;
 use volley_jobspecs::ids::{AttemptName, BundleId, Incarnation, JobId, WorkerId};
 use volley_jobspecs::wire::plan::Isolation;
-use volley_jobspecs::wire::report::{AttemptEnd, Ending, Report, Timing};
+use volley_jobspecs::wire::report::{AttemptEnd, Ending, Report};
 use volley_jobspecs::wire::work::WorkerInfo;
 
 use crate::state::State;
@@ -175,17 +175,5 @@ pub fn open_name(state: &State, job: JobId, index: u32, bundle: BundleId) -> Opt
 }
 
 fn host_lost(name: AttemptName, message: String) -> AttemptEnd {
-    AttemptEnd {
-        name,
-        ending: Ending::Failed(FailureClass::HostLost),
-        code: None,
-        message: Some(message),
-        isolation: Isolation::Process,
-        timing: Timing::default(),
-        usage: None,
-        result: None,
-        stdout: None,
-        stderr: None,
-        outputs: None,
-    }
+    AttemptEnd { message: Some(message), ..AttemptEnd::bare(name, Ending::Failed(FailureClass::HostLost), Isolation::Process) }
 }

@@ -186,6 +186,8 @@ async fn tenants_see_their_own_and_operators_all() {
     let forbidden = [
         (Method::GET, "/v1/tenants"),
         (Method::POST, "/v1/tenants"),
+        (Method::DELETE, "/v1/tenants/acme"),
+        (Method::GET, "/v1/tokens"),
         (Method::POST, "/v1/tokens"),
         (Method::DELETE, "/v1/tokens/x"),
         (Method::POST, "/v1/workers/w/drain"),
@@ -196,8 +198,11 @@ async fn tenants_see_their_own_and_operators_all() {
         cluster.call(method, path, Some(secret), &[], "{}").await.expect(403);
     }
     let quota =
-        cluster.call(Method::POST, "/v1/jobs", Some(secret), &[], spec("big", json!({ "count": 50 })).to_string()).await.expect(429).json();
+        cluster.call(Method::POST, "/v1/jobs", Some(secret), &[], spec("big", json!({ "count": 10 })).to_string()).await.expect(429).json();
     assert!(quota["code"] == "quota" && quota["retryable"] == true, "{quota}");
+    let huge = cluster.call(Method::POST, "/v1/jobs", Some(secret), &[], spec("huge", json!({ "count": 11 })).to_string()).await;
+    let huge = huge.expect(400).json();
+    assert!(huge["retryable"] == false && huge["problems"][0]["path"] == "$.items", "{huge}");
     cluster.post(&format!("/v1/jobs/{ours}/pause"), "").await.expect(200);
     cluster
         .call(Method::POST, &format!("/v1/jobs/{ours}/cancel"), Some(secret), &[], json!({ "reason": "enough" }).to_string())
@@ -206,9 +211,39 @@ async fn tenants_see_their_own_and_operators_all() {
 
     cluster.call(Method::DELETE, &format!("/v1/tokens/{token_id}"), Some(BOOTSTRAP), &[], "").await.expect(204);
     cluster.call(Method::GET, "/v1/jobs", Some(secret), &[], "").await.expect(401);
+    removing_a_tenant(&cluster, theirs).await;
     let metrics = cluster.get("/metrics").await.expect(200).text();
-    assert!(metrics.contains("volley_accept_jobs_total 2\n"), "{metrics}");
+    assert!(metrics.contains("volley_accept_jobs_total 3\n"), "{metrics}");
     cluster.stop().await;
+}
+
+/// `acme` has only ended jobs.
+async fn removing_a_tenant(cluster: &Cluster, theirs: String) {
+    cluster.level(wire::LEVEL_TENANTS).await;
+    let delete = async |path: &str| cluster.call(Method::DELETE, path, Some(BOOTSTRAP), &[], "").await;
+    let token = cluster.post("/v1/tokens", json!({ "tenant": "acme" }).to_string()).await.expect(201).json();
+    let secret = token["token"].as_str().expect("a token");
+    let listed = cluster.get("/v1/tokens").await.expect(200).text();
+    let rows: Value = serde_json::from_str(&listed).expect("JSON");
+    assert_eq!((rows.as_array().map(Vec::len), &rows[0]["id"], &rows[0]["tenant"]), (Some(1), &token["id"], &json!("acme")), "{rows}");
+    assert!(rows[0]["created"].is_string() && !listed.contains(secret.rsplit('_').next().unwrap_or_default()), "{listed}");
+    assert_eq!(cluster.get("/v1/tokens?tenant=default").await.expect(200).json(), json!([]));
+
+    let job = cluster.call(Method::POST, "/v1/jobs", Some(secret), &[], spec("held", json!({ "count": 1 })).to_string()).await;
+    let job = job.expect(201).json()["job"].as_str().expect("a job").to_owned();
+    let busy = delete("/v1/tenants/acme").await.expect(409).json();
+    assert!(busy["message"].as_str().is_some_and(|text| text.contains("1 jobs that have not ended")), "{busy}");
+    delete("/v1/tenants/default").await.expect(409);
+    delete("/v1/tenants/nobody").await.expect(404);
+    cluster.post(&format!("/v1/jobs/{job}/cancel"), "").await.expect(200);
+    delete("/v1/tenants/acme").await.expect(204);
+    delete("/v1/tenants/acme").await.expect(404);
+    cluster.call(Method::GET, "/v1/jobs", Some(secret), &[], "").await.expect(401);
+    assert_eq!(cluster.get("/v1/tokens").await.expect(200).json(), json!([]));
+    // What it left is seen by operators, and does not begin again.
+    cluster.get(&format!("/v1/jobs/{job}")).await.expect(200);
+    cluster.post(&format!("/v1/jobs/{job}/rerun"), "").await.expect(404);
+    cluster.get(&format!("/v1/jobs/{theirs}")).await.expect(200);
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -59,6 +59,7 @@ async fn a_record_that_panics_is_named_undone_and_passed_over() {
     }
     tokio::time::sleep(Duration::from_millis(500)).await;
     let cluster = world.cluster_with(config).await;
+    assert!(cluster.running.handle.wait_for(bad, Duration::from_secs(10)).await, "it goes on behind {bad}");
     let head = cluster.running.handle.read(|state, _, _| state.head.clone()).await.expect("it runs");
     assert!(head.skipped.contains(&moved) && head.skipped.contains(&bad) && head.now_ms < u64::MAX / 2, "{head:?}");
     assert_eq!(cluster.get(&format!("/v1/jobs/{good}")).await.expect(200).json()["tasks"]["total"], 1);

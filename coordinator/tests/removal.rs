@@ -15,7 +15,7 @@ use volley_jobspecs::validate::Features;
 use volley_jobspecs::wire;
 use volley_jobspecs::wire::plan::{Isolation, SpecRef};
 use volley_jobspecs::wire::record::{Actor, Control, Decision, Lead, Record, Submit, Trailing, Verb};
-use volley_jobspecs::wire::report::{AttemptEnd, Ending, Report, Timing};
+use volley_jobspecs::wire::report::{AttemptEnd, Ending, Report};
 use volley_jobspecs::wire::work::WorkerInfo;
 
 struct World {
@@ -102,19 +102,8 @@ fn a_job_is_forgotten_when_no_worker_holds_anything_of_it_any_more() {
     assert_eq!(world.trails(), [], "its worker may still write objects");
     assert_eq!(world.ask(Verb::Rerun { job }), Answer::Refused(Refusal::Removed(job)));
 
-    let end = AttemptEnd {
-        name: AttemptName { job, stage: 0, index: 0, number: 1, sequence },
-        ending: Ending::Failed(FailureClass::Cancelled),
-        code: None,
-        message: None,
-        isolation: Isolation::Process,
-        timing: Timing::default(),
-        usage: None,
-        result: None,
-        stdout: None,
-        stderr: None,
-        outputs: None,
-    };
+    let name = AttemptName { job, stage: 0, index: 0, number: 1, sequence };
+    let end = AttemptEnd::bare(name, Ending::Failed(FailureClass::Cancelled), Isolation::Process);
     world.apply(Record::Report(Report { worker, incarnation: Incarnation(1), number: 1, ends: vec![end] }));
     assert_eq!(world.trails(), [(job, Trailing::Objects)], "and no manifest beside it");
     let (leader, _) = world.core.leader().unwrap();

@@ -423,6 +423,20 @@ api_type! {
 }
 
 api_type! {
+    /// A token that is valid; its secret is nowhere. A revoked one is not kept.
+    pub struct TokenView {
+        /// Its id, for `revoke`.
+        pub id: String,
+        /// Whose.
+        pub tenant: String,
+        /// May it do what only an operator may?
+        pub operator: bool,
+        /// When it was made; none: before clusters kept that.
+        pub created: Option<String>,
+    }
+}
+
+api_type! {
     /// A fresh token; its secret is shown this once.
     pub struct TokenAnswer {
         /// Its id, for `revoke`.

@@ -21,6 +21,7 @@ pub mod schema;
 pub mod spec;
 pub mod subjects;
 pub mod template;
+pub mod units;
 pub mod utf8;
 pub mod validate;
 pub mod wire;

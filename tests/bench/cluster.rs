@@ -54,6 +54,8 @@ impl Cluster {
     /// NATS, S3 and a coordinator.
     pub async fn start() -> Self {
         let dir = tempfile::tempdir().unwrap();
+        // Tasks of a worker that runs as root are other users, who must pass.
+        std::fs::set_permissions(dir.path(), std::os::unix::fs::PermissionsExt::from_mode(0o711)).unwrap();
         let port = free_port();
         let nats = start_nats(dir.path(), port);
         let root = dir.path().join("s3");

@@ -4,6 +4,7 @@ use serde_json::json;
 
 use crate::support::Cluster;
 use crate::support::http::request;
+use crate::support::process::until;
 
 #[test]
 fn tenants_see_only_what_is_theirs() {
@@ -20,7 +21,7 @@ fn tenants_see_only_what_is_theirs() {
         let made = cluster.ask(&["--tenant", tenant, "token", "create"]);
         (made["id"].as_str().unwrap().to_owned(), made["token"].as_str().unwrap().to_owned())
     };
-    let ((red_id, red), (_, blue)) = (token("red"), token("blue"));
+    let ((red_id, red), (blue_id, blue)) = (token("red"), token("blue"));
     let spec = json!({ "version": "volley/v1", "name": "mine", "task": { "isolation": "process", "command": "true" } }).to_string();
     let made = request(&url, "POST", "/v1/jobs", Some(&red), spec.as_bytes());
     assert!(made.status < 300, "{made:?}");
@@ -39,6 +40,16 @@ fn tenants_see_only_what_is_theirs() {
     assert_eq!(request(&url, "POST", "/v1/tenants", Some(&red), add.as_bytes()).status, 403, "only operators make tenants");
     cluster.volley(&["token", "revoke", &red_id]).exits(0);
     assert_eq!(status("GET", &path, Some(&red)), 401, "a revoked token");
+    let listed = cluster.volley(&["token", "ls"]).exits(0).stdout;
+    assert!(listed.contains(&blue_id) && !listed.contains(&red_id), "{listed}");
+    assert!(!listed.contains(blue.rsplit('_').next().unwrap()), "no secret: {listed}");
+
+    until("the level is raised", || cluster.http("GET", "/v1/cluster", b"").json()["level"].as_u64() >= Some(4));
+    cluster.ended(&job);
+    cluster.volley(&["tenant", "rm", "red"]).exits(0);
+    cluster.volley(&["tenant", "rm", "red"]).exits(66);
+    cluster.volley(&["tenant", "rm", "default"]).exits(65);
+    cluster.volley(&["--tenant", "red", "jobs"]).exits(0);
 }
 
 #[test]

@@ -37,6 +37,16 @@ fn what_cannot_be_done_has_a_code_of_its_own() {
     assert!(bad.stderr.contains("$.task.isolaton") && bad.stderr.contains("isolation"), "{}", bad.stderr);
     assert!(bad.stderr.contains("$.items.count"), "all problems at once: {}", bad.stderr);
     assert_eq!(cluster.ask(&["jobs"])["rows"], json!([]), "a bad spec creates nothing");
+    cluster.volley(&["tenant", "add", "small", "--active-tasks", "3"]).exits(0);
+    let of_small = |count: u32| {
+        let spec = cluster.spec(json!({ "count": count }), json!({ "command": "sleep 60" }), json!({}));
+        cluster.volley(&["--tenant", "small", "submit", &spec])
+    };
+    let never = of_small(4).exits(2);
+    assert!(never.stderr.contains("this job alone brings 4"), "{}", never.stderr);
+    of_small(3).exits(0);
+    // Waiting helps here.
+    of_small(1).exits(75);
     cluster.volley(&["job", "j999999"]).exits(66);
     cluster.volley(&["run", "/no/such/spec.json"]).exits(74);
     cluster.volley(&["--url", "http://127.0.0.1:9", "jobs"]).exits(69);

@@ -31,3 +31,4 @@ mod rerun;
 mod restarts;
 mod retry;
 mod telemetry;
+mod users;

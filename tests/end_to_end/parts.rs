@@ -84,9 +84,6 @@ impl Parts<'_> {
     pub fn worker(&self, name: &str, more: &[&str]) -> Part {
         let work = self.dir.join(name);
         let mut args = vec!["--work-dir", work.to_str().unwrap(), "--slots", "2", "--cpus", "2"];
-        if rustix::process::geteuid().is_root() {
-            args.extend(["--task-user", "65534:65534"]);
-        }
         args.extend(more);
         self.part("worker", name, ("worker", "w-secret"), &args)
     }

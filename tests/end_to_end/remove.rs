@@ -41,6 +41,8 @@ fn a_removed_job_leaves_no_object() {
     let job = answer["job"].as_str().unwrap().to_owned();
     let ended = cluster.ended(&job);
     assert_eq!((&ended["tasks"]["succeeded"], &ended["tasks"]["failed"]), (&json!(2), &json!(1)), "{ended}");
+    let own = format!("/{job}.d/");
+    let of_own = |path: &String| path.contains(&own);
     let of_job = |path: &str| !before.contains(path) && !path.contains("uploads.d");
     until("everything of the job is there", || {
         let all = objects(&cluster);
@@ -48,7 +50,16 @@ fn a_removed_job_leaves_no_object() {
             .iter()
             .all(|part| all.iter().any(|path| path.contains(part) && of_job(path)))
     });
-    cluster.volley(&["rm", &job]).exits(0);
-    until("nothing of the job is left", || !objects(&cluster).iter().any(|path| of_job(path)));
+    let removed = cluster.volley(&["rm", &job]).exits(0);
+    assert_eq!(removed.stdout, format!("{job} is removed\n"));
     cluster.volley(&["job", &job]).exits(66);
+    assert!(!cluster.volley(&["jobs"]).exits(0).stdout.contains(&job), "it is not listed any more");
+    assert!(!objects(&cluster).iter().any(of_own), "nothing of the job's own is left");
+    until("nothing of the job is left", || !objects(&cluster).iter().any(|path| of_job(path)));
+
+    let other = cluster.submit(&cluster.spec(json!({ "count": 1 }), json!({ "command": "true" }), json!({})));
+    cluster.ended(&other);
+    let begun = cluster.volley(&["rm", "--no-wait", &other, "j999999"]).exits(66);
+    assert_eq!(begun.stdout, format!("{other} is being removed\n"), "{begun:?}");
+    until("it is gone", || cluster.volley(&["job", &other]).code == 66);
 }

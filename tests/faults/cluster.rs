@@ -79,6 +79,8 @@ impl Cluster {
     /// Starts everything and waits for nothing.
     pub async fn begin(plan: Plan) -> Self {
         let dir = tempfile::Builder::new().prefix("volley-faults-").tempdir().expect("a directory");
+        // Tasks of a worker that runs as root are other users, who must pass.
+        std::fs::set_permissions(dir.path(), std::os::unix::fs::PermissionsExt::from_mode(0o711)).expect("its mode");
         let root = dir.path().to_owned();
         let token = format!("vt_bootstrap_{TOKEN_SECRET}");
         std::fs::write(root.join("token"), &token).expect("the token file");

@@ -20,7 +20,10 @@ async fn nats_is_away_under_running_tasks() {
     let (away_s, sleeps) = (setting("VOLLEY_FAULTS_AWAY_S", 20), setting("VOLLEY_FAULTS_SLEEPS", 200) as u32);
     let slots = sleeps.div_ceil(2);
     let cluster = Cluster::start(Plan { workers: vec![slots, slots], ..Plan::default() }).await;
+    // Tasks of a worker that runs as root are other users, one for each slot.
     let runs = cluster.dir.path().join("runs");
+    std::fs::write(&runs, "").unwrap();
+    std::fs::set_permissions(&runs, std::os::unix::fs::PermissionsExt::from_mode(0o666)).unwrap();
     // Ends are spread from well before until after the outage's end.
     let spec = json!({
         "version": "volley/v1", "name": "sleepers", "items": { "count": sleeps },

@@ -94,6 +94,12 @@ impl Dirs {
         self.owner
     }
 
+    /// Does the slot have a user of its own?
+    #[must_use]
+    pub fn are_closed(&self) -> bool {
+        self.closed
+    }
+
     fn all(&self) -> [PathBuf; 3] {
         NAMES.map(|name| self.root.join(name))
     }

@@ -26,6 +26,17 @@ pub enum RunError {
         /// What the system said.
         source: io::Error,
     },
+    /// The users of tasks can't reach it.
+    #[error(
+        "tasks run as other users, who can't pass through {} to {}; choose another directory, or let them through: chmod o+x {}",
+        .closed.display(), .dir.display(), .closed.display()
+    )]
+    Closed {
+        /// The worker's directory.
+        dir: PathBuf,
+        /// What is closed to them.
+        closed: PathBuf,
+    },
     /// Another worker has it.
     #[error("another worker (process {pid}) uses {}; give each its own directory", .path.display())]
     Locked {

@@ -35,6 +35,7 @@ pub mod slots;
 pub mod spawner;
 pub mod stop;
 pub mod trace;
+pub mod users;
 
 use std::sync::Arc;
 
@@ -163,9 +164,15 @@ fn tell_figures(config: &Config, status: &watch::Sender<Status>, mut ended: ones
 /// Takes the directory and the cgroups, with nothing of a predecessor left in either.
 async fn take_place(config: &Config, spawner: Option<&Spawner>, processes: bool) -> Result<(Place, Option<Arc<Cgroups>>), RunError> {
     let (dir, want_cgroups) = (config.dir.clone(), config.cgroups && processes);
+    let other_user = config.task_user.filter(|(uid, _)| processes && *uid != 0);
     let zygote = spawner.map(Spawner::pid);
     let taken = tokio::task::spawn_blocking(move || {
         let mut place = Place::take(&dir)?;
+        if other_user.is_some()
+            && let Some(closed) = users::closed_above(&place.dir)
+        {
+            return Err(RunError::Closed { dir: place.dir, closed });
+        }
         let cgroups = if want_cgroups {
             // Named by the directory, which one worker holds at a time, so what is in it is a predecessor's.
             let hash = blake3::hash(place.dir.as_os_str().as_encoded_bytes()).to_hex();

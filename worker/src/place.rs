@@ -4,6 +4,7 @@
 
 use std::fs::{self, File};
 use std::io::{Read, Seek, SeekFrom, Write};
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -17,6 +18,9 @@ use crate::spawner::tree;
 const PATIENCE: Duration = Duration::from_secs(3);
 /// How long we try.
 const KILL_TIME: Duration = Duration::from_secs(15);
+
+/// Mode of the directory of the slots' directories: tasks' users may pass, and see nothing, whatever the worker's umask.
+const SLOTS_MODE: u32 = 0o711;
 
 /// A worker's directory, locked.
 #[derive(Debug)]
@@ -53,6 +57,9 @@ impl Place {
         for inner in ["slots", "cache"] {
             dirs::remove_all(&dir.join(inner)).map_err(failed("clearing it", &dir.join(inner)))?;
         }
+        let slots = dir.join("slots");
+        fs::create_dir(&slots).map_err(failed("making it", &slots))?;
+        fs::set_permissions(&slots, fs::Permissions::from_mode(SLOTS_MODE)).map_err(failed("letting tasks through it", &slots))?;
         Ok(Self { dir, lock })
     }
 

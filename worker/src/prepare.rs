@@ -23,6 +23,8 @@ use crate::spawner::proto::Spawn;
 const PATH_DEFAULT: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
 /// LANG of a task that doesn't set its own: the one locale every Linux has, with UTF-8.
 const LANG_DEFAULT: &str = "C.UTF-8";
+/// USER and LOGNAME of a task that runs as its slot's user, unless it sets its own.
+const USER_NAME: &str = "task";
 
 /// How long a task waits while the disk is full: failing at once would use up the attempts of many tasks within seconds, and have the
 /// worker quarantined for longer than the disk is full. Afterwards another worker may have room.
@@ -165,6 +167,10 @@ fn environment(job: &Job, name: &AttemptName, dirs: &Dirs, task: &ResolvedTask, 
         ("TMPDIR".to_owned(), path(dirs.tmp())),
         ("LANG".to_owned(), LANG_DEFAULT.to_owned()),
     ]);
+    if dirs.are_closed() {
+        // Slots' users are in no passwd file, where programs look for a name when the environment has none.
+        env.extend(["USER", "LOGNAME"].map(|name| (name.to_owned(), USER_NAME.to_owned())));
+    }
     env.extend(task.env.iter().map(|(name, value)| (name.clone(), value.clone())));
     env.extend([
         ("VOLLEY_JOB".to_owned(), job.id.to_string()),

@@ -363,7 +363,7 @@ async fn a_user_for_each_slot_when_configured() {
         config.task_user_per_slot = true;
     })
     .await;
-    let script = "echo x > f; chmod 777 . f; sleep 1; id -u; id -g; id -G; cat ../../*/work/f 2>/dev/null | wc -l";
+    let script = "echo x > f; chmod 777 . f; sleep 1; id -u; id -g; id -G; cat ../../0/work/f ../../1/work/f 2>/dev/null | wc -l";
     let (job, _) = w.job(r#"{"count":2}"#, &task(&format!(r#""command":{script:?}"#)));
     let orders = [w.bundle(job, 0, 1).1, w.bundle(job, 1, 1).1];
     w.order(orders.into()).await;

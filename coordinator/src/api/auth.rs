@@ -17,7 +17,7 @@ use super::error::ApiError;
 use super::extract::QueryOf;
 use crate::control::OPERATOR;
 use crate::state::Token;
-use crate::state::rows::{Rows, RowsError, Table};
+use crate::state::rows::{self, Rows, RowsError, Table};
 
 /// What every token begins with, so that a leaked one is recognised.
 pub const TOKEN_PREFIX: &str = "vt_";
@@ -69,9 +69,9 @@ impl Caller {
             if principal == BOOTSTRAP_ID {
                 return std::future::pending().await;
             }
-            let key = format!("token/{principal}");
+            let key = rows::token_key(&principal);
             // Rows that can't be read say nothing about the token.
-            while !matches!(app.handle.rows().get(Table::Meta, key.as_bytes()), Ok(None)) {
+            while !matches!(app.handle.rows().get(Table::Meta, &key), Ok(None)) {
                 tokio::time::sleep(app.keep_alive).await;
             }
         })
@@ -141,9 +141,9 @@ fn lookup(app: &App, token: &str) -> Result<Option<(String, Token)>, RowsError> 
     if id == BOOTSTRAP_ID {
         let known = app.bootstrap_hash.as_deref().is_some_and(|known| same(known, &hash));
         let tenant = TenantId::new(DEFAULT_TENANT).ok().filter(|_| known);
-        return Ok(tenant.map(|tenant| (id.to_owned(), Token { tenant, secret_hash: hash, operator: true })));
+        return Ok(tenant.map(|tenant| (id.to_owned(), Token { tenant, secret_hash: hash, operator: true, created_ms: None })));
     }
-    let row = app.handle.rows().get(Table::Meta, format!("token/{id}").as_bytes())?;
+    let row = app.handle.rows().get(Table::Meta, &rows::token_key(id))?;
     let found: Option<Token> = row.and_then(|bytes| volley_jobspecs::wire::decode("token", &bytes).ok());
     Ok(found.filter(|found| same(&found.secret_hash, &hash)).map(|found| (id.to_owned(), found)))
 }

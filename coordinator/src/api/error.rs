@@ -113,10 +113,15 @@ impl From<Refusal> for ApiError {
         let message = refusal.to_string();
         match refusal {
             Refusal::NoJob(_) | Refusal::NoTenant(_) | Refusal::NoWorker(_) | Refusal::NoToken(_) => Self::not_found(message),
-            Refusal::KeyReused { .. } | Refusal::Ended(_) | Refusal::NotEnded(_) | Refusal::Removed(_) | Refusal::NothingToRerun(_) => {
-                Self::new(StatusCode::CONFLICT, "conflict", message)
-            }
+            Refusal::KeyReused { .. }
+            | Refusal::BuiltIn(_)
+            | Refusal::TenantBusy { .. }
+            | Refusal::Ended(_)
+            | Refusal::NotEnded(_)
+            | Refusal::Removed(_)
+            | Refusal::NothingToRerun(_) => Self::new(StatusCode::CONFLICT, "conflict", message),
             Refusal::Quota { .. } => Self::new(StatusCode::TOO_MANY_REQUESTS, "quota", message),
+            Refusal::NeverFits { .. } => Self::bad_spec("$.items", message),
             Refusal::Priority { .. } => {
                 let text = message.strip_prefix("$.priority: ").unwrap_or(&message);
                 Self::bad_spec("$.priority", text)
@@ -168,7 +173,16 @@ impl From<QueryRejection> for ApiError {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use volley_jobspecs::ids::JobId;
+    use volley_jobspecs::ids::{JobId, TenantId};
+
+    #[test]
+    fn a_job_that_can_never_fit_is_not_asked_to_try_later() {
+        let tenant = TenantId::new("t").unwrap_or_else(|e| panic!("{e}"));
+        let never = ApiError::from(Refusal::NeverFits { tenant: tenant.clone(), what: "tasks", max: 10, brings: 11 });
+        assert_eq!((never.status, never.body.code.as_str(), never.body.retryable), (StatusCode::BAD_REQUEST, "bad_spec", false));
+        let later = ApiError::from(Refusal::Quota { tenant, what: "tasks", max: 10, has: 1, brings: 10 });
+        assert_eq!((later.status, later.body.retryable), (StatusCode::TOO_MANY_REQUESTS, true));
+    }
 
     #[test]
     fn refusals_are_never_the_servers_fault() {

@@ -8,14 +8,16 @@ use axum::Json;
 use axum::body::Body;
 use axum::extract::State;
 use axum::http::StatusCode;
-use volley_jobspecs::api::{ErrorBody, TenantRequest, TenantView, TokenAnswer, TokenRequest};
+use volley_jobspecs::api::{ErrorBody, TenantRequest, TenantView, TokenAnswer, TokenRequest, TokenView};
 use volley_jobspecs::ids::TenantId;
+use volley_jobspecs::wire::LEVEL_TENANTS;
 use volley_jobspecs::wire::record::{Control, TenantPolicy, Verb};
 
 use super::App;
 use super::auth::{Caller, TOKEN_PREFIX, new_token, random_hex, secret_hash};
 use super::error::ApiError;
 use super::extract::{PathOf, QueryOf, json};
+use super::views::instant;
 use crate::control::OPERATOR;
 use crate::state::State as Cluster;
 use crate::state::Tenant;
@@ -81,6 +83,54 @@ pub async fn put(
     let made = app.handle.read(move |state, _, _| state.tenants.get(&name).map(|tenant| view(state, &name, tenant))).await?;
     let made = made.ok_or_else(|| ApiError::unavailable("the tenant was recorded, but is not seen yet; list the tenants"))?;
     Ok((StatusCode::CREATED, Json(made)))
+}
+
+/// Removes a tenant and all its tokens. Refused while it has jobs that have not ended; those that have stay until their time is over.
+#[utoipa::path(delete, path = "/v1/tenants/{tenant}", operation_id = "removeTenant", tag = "operators", params(("tenant" = String, Path, description = "The tenant")),
+    responses((status = 204), (status = 403, body = ErrorBody), (status = 404, body = ErrorBody), (status = 409, body = ErrorBody), (status = 503, body = ErrorBody)))]
+pub async fn remove(
+    State(app): State<Arc<App>>,
+    caller: Caller,
+    PathOf(name): PathOf<String>,
+    query: QueryOf,
+) -> Result<StatusCode, ApiError> {
+    query.only(&[])?;
+    caller.operators_only()?;
+    let tenant = TenantId::new(&name)?;
+    let known = app.handle.read({
+        let tenant = tenant.clone();
+        move |state, _, _| state.tenants.contains_key(&tenant)
+    });
+    // Checked first, so that a mistyped name costs no record.
+    if !known.await? {
+        return Err(ApiError::not_found(format!("no tenant {tenant}")));
+    }
+    if super::submit::level(&app).await? < LEVEL_TENANTS {
+        return Err(ApiError::unavailable("not every coordinator of the cluster can remove tenants yet; upgrade all of them"));
+    }
+    let actor = caller.controller(random_hex(16)?)?;
+    app.handle.control(Control { actor, verb: Verb::RemoveTenant { tenant } }).await?;
+    Ok(StatusCode::NO_CONTENT)
+}
+
+/// Lists the tokens that are valid, without their secrets and without the one of the configuration.
+#[utoipa::path(get, path = "/v1/tokens", operation_id = "listTokens", tag = "operators", responses((status = 200, body = Vec<TokenView>), (status = 403, body = ErrorBody)))]
+pub async fn list_tokens(State(app): State<Arc<App>>, caller: Caller, query: QueryOf) -> Result<Json<Vec<TokenView>>, ApiError> {
+    query.only(&[])?;
+    caller.operators_only()?;
+    // Whoever names a tenant means its tokens.
+    let only = caller.named.then_some(caller.tenant);
+    let all = app.handle.read(move |state, _, _| {
+        let wanted = state.tokens.iter().filter(|(_, token)| only.as_ref().is_none_or(|only| token.tenant == *only));
+        let view = |(id, token): (&String, &crate::state::Token)| TokenView {
+            id: id.clone(),
+            tenant: token.tenant.to_string(),
+            operator: token.operator,
+            created: token.created_ms.map(instant),
+        };
+        wanted.map(view).collect()
+    });
+    Ok(Json(all.await?))
 }
 
 /// Makes a token. Its secret is in this answer and nowhere else.

@@ -5,7 +5,7 @@
 use volley_jobspecs::api::{Explanation, JobState};
 use volley_jobspecs::failure::FailureClass;
 use volley_jobspecs::ids::JobId;
-use volley_jobspecs::wire::report::Ending;
+use volley_jobspecs::wire::report::{Ending, Timing};
 
 use super::only;
 use crate::api::views;
@@ -90,7 +90,9 @@ fn attempt(row: &AttemptRow) -> String {
         Ending::Returned => "handed back".to_owned(),
         Ending::Failed(class) => format!("{class}, {}", end.message.as_deref().unwrap_or("no more is known")),
     };
-    format!("try {} on worker {}: {how}; ran {} ms", end.name.number, row.worker, end.timing.run_ms)
+    // Of one that was lost with its worker nothing is measured.
+    let ran = if end.timing == Timing::default() { String::new() } else { format!("; ran {} ms", end.timing.run_ms) };
+    format!("try {} on worker {}: {how}{ran}", end.name.number, row.worker)
 }
 
 /// Why there was no further try.
@@ -193,7 +195,7 @@ mod tests {
     use volley_jobspecs::parse::parse_and_validate;
     use volley_jobspecs::validate::Features;
     use volley_jobspecs::wire::plan::{Isolation, SpecRef};
-    use volley_jobspecs::wire::report::{AttemptEnd, Timing};
+    use volley_jobspecs::wire::report::AttemptEnd;
 
     fn facts(retry: &str) -> Facts {
         let spec = format!(
@@ -213,18 +215,12 @@ mod tests {
     }
 
     fn row(number: u32, class: FailureClass, code: i32) -> (u64, AttemptRow) {
+        let name = AttemptName { job: JobId(1), stage: 0, index: 3, number, sequence: 7 };
         let end = AttemptEnd {
-            name: AttemptName { job: JobId(1), stage: 0, index: 3, number, sequence: 7 },
-            ending: Ending::Failed(class),
             code: Some(code),
             message: Some(format!("exit code {code}")),
-            isolation: Isolation::Process,
             timing: Timing { run_ms: 60, ..Timing::default() },
-            usage: None,
-            result: None,
-            stdout: None,
-            stderr: None,
-            outputs: None,
+            ..AttemptEnd::bare(name, Ending::Failed(class), Isolation::Process)
         };
         (7, AttemptRow { worker: WorkerId::new("w").unwrap(), end, assigned_ms: 0, ended_ms: 0 })
     }

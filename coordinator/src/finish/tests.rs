@@ -1,14 +1,14 @@
 //! Timers of what is kept, over removals, reruns and restarts: what is loaded is what applying gave.
 
-use volley_jobspecs::backoff::Backoff;
 use volley_jobspecs::ids::Term;
 use volley_jobspecs::wire;
-use volley_jobspecs::wire::plan::{Isolation, JobPlan, Needs, Retention, Retry, SpecRef};
+use volley_jobspecs::wire::plan::{JobPlan, Retention, SpecRef};
 use volley_jobspecs::wire::record::{Actor, Control, Decided, Decision, Lead, Record, Submit, Verb};
 
 use super::*;
 use crate::core::{Core, CoreError, RECORDS_PER_DIGEST};
 use crate::state::rows::MapRows;
+use crate::testing::plan;
 
 const DAY: u64 = 86_400_000;
 
@@ -68,7 +68,7 @@ impl Kept {
             actor: actor(),
             idempotency_key: self.core.state().head.sequence.to_string(),
             spec_hash: "h".to_owned(),
-            plan: plan(retention),
+            plan: JobPlan { retention, ..plan(3) },
             spec: SpecRef::Inline(Vec::new().into()),
             trace: None,
             uploads: Vec::new(),
@@ -89,34 +89,6 @@ impl Kept {
 
 fn actor() -> Actor {
     Actor { tenant: "default".parse().unwrap(), principal: "person".to_owned(), request_id: "r".to_owned() }
-}
-
-fn plan(retention: Retention) -> JobPlan {
-    JobPlan {
-        name: "job".to_owned(),
-        labels: std::collections::BTreeMap::new(),
-        tasks: 3,
-        priority: 0,
-        weight: 100,
-        concurrency: None,
-        rate: None,
-        fail_fast: None,
-        queue_ms: None,
-        total_ms: None,
-        start_ms: 60_000,
-        run_ms: 60_000,
-        retry: Retry { attempts: 1, infra_attempts: 10, backoff: Backoff::default(), rules: Vec::new() },
-        needs: Needs {
-            cpu_milli: 1,
-            memory_bytes: 0,
-            disk_bytes: 0,
-            isolation: Isolation::Null,
-            labels: std::collections::BTreeMap::new(),
-            limits: false,
-        },
-        retention,
-        items: None,
-    }
 }
 
 const BOTH: Retention = Retention { job_ms: Some(30 * DAY), failed_objects_ms: Some(7 * DAY) };

@@ -1,8 +1,7 @@
 //! Jobs that come late: what runs already must not keep them from their share.
 
-use volley_jobspecs::backoff::Backoff;
 use volley_jobspecs::ids::{BundleId, Incarnation, Term};
-use volley_jobspecs::wire::plan::{Isolation, JobPlan, Needs, Retention, Retry, SpecRef};
+use volley_jobspecs::wire::plan::{Isolation, JobPlan, SpecRef};
 use volley_jobspecs::wire::record::{Actor, Control, Decided, Decision, Lead, Record, Submit, TenantPolicy, Verb};
 use volley_jobspecs::wire::report::{AttemptEnd, Report, Timing};
 use volley_jobspecs::wire::work::WorkerInfo;
@@ -13,6 +12,7 @@ use crate::control::OPERATOR;
 use crate::explain::{Heard, explain};
 use crate::state::Tenant;
 use crate::state::effects::Effects;
+use crate::testing::plan;
 use crate::track::open_name;
 
 /// Workers of the small cluster.
@@ -80,7 +80,7 @@ impl Cluster {
             actor: actor(tenant),
             idempotency_key: format!("{}", self.state.head.sequence),
             spec_hash: "h".to_owned(),
-            plan: plan(tasks, priority),
+            plan: JobPlan { priority, ..plan(tasks) },
             spec: SpecRef::Inline(Vec::new().into()),
             trace: None,
             uploads: Vec::new(),
@@ -148,19 +148,8 @@ impl Cluster {
 }
 
 fn end(name: AttemptName, ending: Ending, run_ms: u32) -> AttemptEnd {
-    AttemptEnd {
-        name,
-        ending,
-        code: (ending == Ending::Succeeded).then_some(0),
-        message: None,
-        isolation: Isolation::Null,
-        timing: Timing { run_ms, ..Timing::default() },
-        usage: None,
-        result: None,
-        stdout: None,
-        stderr: None,
-        outputs: None,
-    }
+    let timing = Timing { run_ms, ..Timing::default() };
+    AttemptEnd { code: (ending == Ending::Succeeded).then_some(0), timing, ..AttemptEnd::bare(name, ending, Isolation::Null) }
 }
 
 fn worker(at: u64) -> WorkerId {
@@ -182,27 +171,6 @@ fn info() -> WorkerInfo {
         limits: true,
         build: String::new(),
         host: String::new(),
-    }
-}
-
-fn plan(tasks: u32, priority: i16) -> JobPlan {
-    JobPlan {
-        name: "job".to_owned(),
-        labels: BTreeMap::new(),
-        tasks,
-        priority,
-        weight: 100,
-        concurrency: None,
-        rate: None,
-        fail_fast: None,
-        queue_ms: None,
-        total_ms: None,
-        start_ms: 60_000,
-        run_ms: 60_000,
-        retry: Retry { attempts: 1, infra_attempts: 10, backoff: Backoff::default(), rules: Vec::new() },
-        needs: Needs { cpu_milli: 1, memory_bytes: 0, disk_bytes: 0, isolation: Isolation::Null, labels: BTreeMap::new(), limits: false },
-        retention: Retention { job_ms: None, failed_objects_ms: None },
-        items: None,
     }
 }
 
@@ -259,7 +227,7 @@ fn a_late_job_waits_only_where_it_could_run() {
     let mut cluster = Cluster::new();
     let hog = cluster.submit("default", 2_500, 0, 100);
     cluster.run(5_000);
-    let mut only = plan(5, 100);
+    let mut only = JobPlan { priority: 100, ..plan(5) };
     only.needs.isolation = Isolation::Microvm;
     let late = Submit {
         actor: actor("default"),

@@ -172,6 +172,20 @@ pub enum Refusal {
         /// Asked for.
         brings: u64,
     },
+    /// More than the whole quota of the tenant: waiting doesn't help.
+    #[error(
+        "tenant {tenant} may have {max} {what} in jobs that have not ended, and this job alone brings {brings}; make it smaller, or ask an operator for more"
+    )]
+    NeverFits {
+        /// Whose.
+        tenant: TenantId,
+        /// Of what.
+        what: &'static str,
+        /// Limit.
+        max: u64,
+        /// Asked for.
+        brings: u64,
+    },
     /// Priority above the tenant's.
     #[error("$.priority: tenant {tenant} may ask for at most {max}, not {asked}")]
     Priority {
@@ -181,6 +195,17 @@ pub enum Refusal {
         max: i16,
         /// Asked for.
         asked: i16,
+    },
+    /// A tenant that every cluster has.
+    #[error("tenant {0} belongs to every cluster and can't be removed")]
+    BuiltIn(TenantId),
+    /// A tenant with work to do.
+    #[error("tenant {tenant} has {jobs} jobs that have not ended; wait, or cancel them (`volley --tenant {tenant} jobs` lists them)")]
+    TenantBusy {
+        /// Which.
+        tenant: TenantId,
+        /// How many.
+        jobs: usize,
     },
     /// The job has ended.
     #[error("job {0} has ended")]

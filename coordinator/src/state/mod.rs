@@ -67,6 +67,9 @@ pub struct Token {
     /// May it do what only an operator may?
     #[n(2)]
     pub operator: bool,
+    /// When it was made, in milliseconds since 1970; none: before level 4.
+    #[n(3)]
+    pub created_ms: Option<u64>,
 }
 
 /// An idempotency key.

@@ -25,6 +25,9 @@ use super::task::Page;
 use super::worker::Worker;
 use super::{Head, Key, State, Tenant, Timer, Token, Upload, count_bundles};
 
+/// What tokens' keys in `Meta` begin with.
+const TOKEN_PREFIX: &[u8] = b"token/";
+
 /// A table of rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Table {
@@ -192,6 +195,12 @@ fn idempotency_key(tenant: &TenantId, key: &str) -> Vec<u8> {
     [tenant.as_str().as_bytes(), &[0], key.as_bytes()].concat()
 }
 
+/// Key of a token's row in `Meta`.
+#[must_use]
+pub fn token_key(id: &str) -> Vec<u8> {
+    [TOKEN_PREFIX, id.as_bytes()].concat()
+}
+
 /// The writes that bring the rows to where the state is.
 #[must_use]
 pub fn batch(state: &State, effects: &Effects) -> Vec<Write> {
@@ -218,7 +227,7 @@ pub fn batch(state: &State, effects: &Effects) -> Vec<Write> {
     }
     table(&mut writes, Table::Workers, effects.workers.iter().map(|n| (n.as_str().as_bytes().to_vec(), state.workers.get(n))));
     table(&mut writes, Table::Meta, effects.tenants.iter().map(|n| (format!("tenant/{n}").into_bytes(), state.tenants.get(n))));
-    table(&mut writes, Table::Meta, effects.tokens.iter().map(|n| (format!("token/{n}").into_bytes(), state.tokens.get(n))));
+    table(&mut writes, Table::Meta, effects.tokens.iter().map(|n| (token_key(n), state.tokens.get(n))));
     table(&mut writes, Table::Keys, effects.keys.iter().map(|(t, k)| (idempotency_key(t, k), state.keys.get(&(t.clone(), k.clone())))));
     table(
         &mut writes,
@@ -265,9 +274,9 @@ pub fn load(rows: &dyn Rows) -> Result<State, RowsError> {
         let tenant: Tenant = decode(Table::Meta, &key, &bytes)?;
         state.tenants.insert(name(Table::Meta, &key, &key[b"tenant/".len()..])?, tenant);
     }
-    for (key, bytes) in all(rows, Table::Meta, b"token/")? {
+    for (key, bytes) in all(rows, Table::Meta, TOKEN_PREFIX)? {
         let token: Token = decode(Table::Meta, &key, &bytes)?;
-        state.tokens.insert(String::from_utf8_lossy(&key[b"token/".len()..]).into_owned(), token);
+        state.tokens.insert(String::from_utf8_lossy(&key[TOKEN_PREFIX.len()..]).into_owned(), token);
     }
     for (key, bytes) in all(rows, Table::Keys, b"")? {
         let entry: Key = decode(Table::Keys, &key, &bytes)?;

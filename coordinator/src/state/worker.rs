@@ -6,6 +6,7 @@ use std::collections::BTreeMap;
 
 use minicbor::{Decode, Encode};
 use volley_jobspecs::ids::{BundleId, Incarnation, JobId, WorkerId};
+use volley_jobspecs::units;
 use volley_jobspecs::wire::plan::Needs;
 use volley_jobspecs::wire::record::Run;
 use volley_jobspecs::wire::work::WorkerInfo;
@@ -111,14 +112,22 @@ pub enum Unfit {
     #[error("doesn't offer isolation \"{0}\"")]
     Isolation(&'static str),
     /// It has less than one task needs, even when idle.
-    #[error("has {has} {what} in all, the task needs {needs}")]
+    #[error("has {} {what} in all, the task needs {}", units::different_bytes(*has, *needs).0, units::different_bytes(*has, *needs).1)]
     TooSmall {
         /// Of what.
         what: &'static str,
-        /// Has.
+        /// Bytes it has.
         has: u64,
-        /// Needs.
+        /// Bytes the task needs.
         needs: u64,
+    },
+    /// It has less CPU than one task needs, even when idle.
+    #[error("has {} cores in all, the task needs {}", units::cores((*has).into()), units::cores((*needs).into()))]
+    FewCores {
+        /// It has, in thousandths of a core.
+        has: u32,
+        /// The task needs, in thousandths of a core.
+        needs: u32,
     },
     /// It lacks a label.
     #[error("has no label {0}={1}")]
@@ -135,11 +144,10 @@ pub fn unfit(info: &WorkerInfo, needs: &Needs) -> Vec<Unfit> {
     if !info.isolation.contains(&needs.isolation) {
         reasons.push(Unfit::Isolation(needs.isolation.as_str()));
     }
-    let sizes = [
-        ("thousandths of a core", u64::from(info.cpu_milli), u64::from(needs.cpu_milli)),
-        ("bytes of memory", info.memory_bytes, needs.memory_bytes),
-        ("bytes of disk", info.disk_bytes, needs.disk_bytes),
-    ];
+    if needs.cpu_milli > info.cpu_milli {
+        reasons.push(Unfit::FewCores { has: info.cpu_milli, needs: needs.cpu_milli });
+    }
+    let sizes = [("of memory", info.memory_bytes, needs.memory_bytes), ("of disk", info.disk_bytes, needs.disk_bytes)];
     reasons.extend(sizes.into_iter().filter(|(_, has, needs)| needs > has).map(|(what, has, needs)| Unfit::TooSmall { what, has, needs }));
     let missing = needs.labels.iter().filter(|(key, value)| info.labels.get(*key) != Some(value));
     reasons.extend(missing.map(|(key, value)| Unfit::Label(key.clone(), value.clone())));

@@ -255,19 +255,8 @@ impl Cluster {
 
 /// Ends an attempt well.
 pub fn success(name: AttemptName) -> AttemptEnd {
-    AttemptEnd {
-        name,
-        ending: Ending::Succeeded,
-        code: Some(0),
-        message: None,
-        isolation: Isolation::Process,
-        timing: Timing { wait_ms: 0, prepare_ms: 1, run_ms: 2, persist_ms: 3 },
-        usage: None,
-        result: None,
-        stdout: None,
-        stderr: None,
-        outputs: None,
-    }
+    let timing = Timing { wait_ms: 0, prepare_ms: 1, run_ms: 2, persist_ms: 3 };
+    AttemptEnd { code: Some(0), timing, ..AttemptEnd::bare(name, Ending::Succeeded, Isolation::Process) }
 }
 
 fn worker_info(slots: u32) -> WorkerInfo {

@@ -9,6 +9,7 @@
 //! | 1 | everything but what follows |
 //! | 2 | `Checkpointed`, `UploadGone`, `Uploaded`, and the uploads a submit names |
 //! | 3 | a job notes which record opened its round; a queue deadline says what was waited for; items and stored specs are named for one job; `UploadFound`; a removed job is not rerun |
+//! | 4 | a token says when it was made; `RemoveTenant` |
 
 pub mod live;
 pub mod plan;
@@ -20,12 +21,14 @@ pub mod work;
 use minicbor::{Decode, Encode};
 
 /// The newest record level this build can apply.
-pub const LEVEL: u32 = 3;
+pub const LEVEL: u32 = 4;
 /// From this level on there are records of checkpoints and uploads.
 pub const LEVEL_KEEPING: u32 = 2;
 /// From this level on a job notes which record opened its round, a queue deadline says what was waited for, and what a job stored goes
 /// with it.
 pub const LEVEL_ROUNDS: u32 = 3;
+/// From this level on a token says when it was made, and tenants can be removed.
+pub const LEVEL_TENANTS: u32 = 4;
 
 /// Largest message we publish, in bytes: NATS refuses more than 1 MiB by default, and headers need room too.
 pub const MESSAGE_BYTES_MAX: usize = 1_000_000;

@@ -172,6 +172,13 @@ pub enum Verb {
         #[n(0)]
         id: String,
     },
+    /// Forget a tenant without jobs that have not ended, with all its tokens. Since level 4.
+    #[n(10)]
+    RemoveTenant {
+        /// Which.
+        #[n(0)]
+        tenant: TenantId,
+    },
     /// A file was uploaded. Unless a job names it, it goes after a day. Since level 2.
     #[n(9)]
     Uploaded {

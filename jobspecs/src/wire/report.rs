@@ -91,6 +91,26 @@ pub struct AttemptEnd {
     pub outputs: Option<Outputs>,
 }
 
+impl AttemptEnd {
+    /// An end of which nothing more is known.
+    #[must_use]
+    pub fn bare(name: AttemptName, ending: Ending, isolation: Isolation) -> Self {
+        Self {
+            name,
+            ending,
+            code: None,
+            message: None,
+            isolation,
+            timing: Timing::default(),
+            usage: None,
+            result: None,
+            stdout: None,
+            stderr: None,
+            outputs: None,
+        }
+    }
+}
+
 /// Milliseconds of each part of an attempt, by the worker's monotonic clock.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Encode, Decode, Serialize)]
 #[cbor(map)]

@@ -5,11 +5,12 @@
 use std::ffi::OsString;
 use std::io::Write as _;
 
-use clap::{CommandFactory as _, Parser, Subcommand};
+use clap::{CommandFactory as _, FromArgMatches as _, Parser, Subcommand};
 
 use crate::ctx::{Ctx, Global};
 use crate::error::CliError;
-use crate::exit::{EXIT_CODES_HELP, Exit};
+use crate::exit::Exit;
+use crate::help;
 use crate::out::Out;
 use crate::serve::{CoordinatorArgs, LogArgs, UpArgs, WorkerArgs};
 use crate::verbs;
@@ -18,7 +19,7 @@ use crate::verbs;
 ///
 /// `volley up` starts a whole cluster here. `volley run spec.json` submits a job, follows it and says what came of it.
 #[derive(Debug, Parser)]
-#[command(name = "volley", version, propagate_version = true, after_help = EXIT_CODES_HELP, max_term_width = 110)]
+#[command(name = "volley", version, propagate_version = true, max_term_width = 110)]
 pub struct Cli {
     #[command(flatten)]
     global: Global,
@@ -80,9 +81,9 @@ enum Verb {
     Workers(verbs::workers::Args),
     /// Shows the cluster.
     Cluster(verbs::cluster::Args),
-    /// Makes, changes and lists tenants (operators).
+    /// Makes, changes, lists and removes tenants (operators).
     Tenant(verbs::tenant::Args),
-    /// Makes and revokes tokens (operators).
+    /// Makes, lists and revokes tokens (operators).
     Token(verbs::token::Args),
 
     /// Prints the JSON Schema of job specs.
@@ -121,7 +122,7 @@ pub enum Outcome {
 /// The command, for documentation.
 #[must_use]
 pub fn command() -> clap::Command {
-    Cli::command()
+    help::shaped(Cli::command())
 }
 
 /// Reads arguments, the program's name first. Help, version and wrong arguments are printed here.
@@ -129,11 +130,17 @@ pub fn command() -> clap::Command {
 /// # Errors
 /// What to exit with: 0 after help, 2 after wrong arguments.
 pub fn parse<T: Into<OsString> + Clone>(args: impl IntoIterator<Item = T>) -> Result<Cli, Exit> {
-    Cli::try_parse_from(args).map_err(|error| {
+    read(args).map_err(|error| {
         // A standard output or error that is gone is nobody's loss.
         let _ = error.print();
         if error.use_stderr() { Exit::BadSpec } else { Exit::Success }
     })
+}
+
+fn read<T: Into<OsString> + Clone>(args: impl IntoIterator<Item = T>) -> Result<Cli, clap::Error> {
+    let mut command = command();
+    let mut matches = command.try_get_matches_from_mut(args)?;
+    Cli::from_arg_matches_mut(&mut matches).map_err(|error| error.format(&mut command))
 }
 
 /// Carries a verb out, but for those that start processes.
@@ -203,7 +210,7 @@ mod tests {
     use super::*;
 
     fn parsed(line: &str) -> Result<Cli, clap::Error> {
-        Cli::try_parse_from(line.split(' '))
+        read(line.split(' '))
     }
 
     #[test]
@@ -246,11 +253,14 @@ mod tests {
             "volley resume j7",
             "volley rerun j7",
             "volley rm j7",
+            "volley rm j7 j8 --no-wait",
             "volley workers",
             "volley workers drain w1",
             "volley workers resume w1",
             "volley tenant add t --weight 50",
             "volley tenant ls",
+            "volley tenant rm t",
+            "volley token ls",
             "volley token create --tenant t --operator",
             "volley token revoke id",
             "volley log show --from 7 --limit 3",

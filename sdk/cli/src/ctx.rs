@@ -24,7 +24,7 @@ const FOLLOW_BUDGET: Duration = Duration::from_secs(30 * 60);
 /// Flags of every verb.
 #[derive(Debug, Clone, Args)]
 pub struct Global {
-    /// `json` for programs: one value a command, one a line for streams.
+    /// `table` for people, `json` for programs. JSON is one value a command, one a line for streams.
     #[arg(
         short = 'o',
         long = "output",
@@ -32,6 +32,7 @@ pub struct Global {
         value_enum,
         default_value = "table",
         value_name = "FORMAT",
+        hide_possible_values = true,
         help_heading = "Global"
     )]
     pub format: Format,

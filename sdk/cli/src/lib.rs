@@ -24,6 +24,7 @@ mod error;
 mod exit;
 mod failures;
 mod follow;
+mod help;
 mod interrupt;
 mod out;
 mod progress;

@@ -28,16 +28,16 @@ pub struct UpArgs {
     /// Tasks (bundles) run at once. Default: one a core.
     #[arg(long, env = "VOLLEY_SLOTS", value_name = "N")]
     pub slots: Option<u32>,
-    /// As root: gives each slot a user of its own, counted from this one, `UID:GID`. Default: all tasks run as nobody.
-    #[arg(long, env = "VOLLEY_TASK_USERS", value_name = "UID:GID", value_parser = user)]
-    pub task_users: Option<(u32, u32)>,
+    /// Whom tasks run as.
+    #[command(flatten)]
+    pub users: UserArgs,
     /// Also offers `isolation: null`, which runs nothing.
     #[arg(long, hide = true)]
     pub null: bool,
 }
 
 impl UpArgs {
-    /// The default for root: tasks run as nobody then, who can't pass through root's home.
+    /// The default for root: tasks run as other users then, who can't pass through root's home.
     pub const ROOT_DIR: &str = "/var/lib/volley";
 
     /// The directory, or its default for other users; none without a home directory.
@@ -141,7 +141,7 @@ pub struct CoordinatorArgs {
     /// A file with the operator's first token, `vt_bootstrap_…`. Without, only tokens in the log are valid.
     #[arg(long, env = "VOLLEY_OPERATOR_TOKEN_FILE", value_name = "FILE")]
     pub operator_token_file: Option<PathBuf>,
-    /// Gives /metrics without a token to whoever asks from this host; its tasks can, too. Without, Prometheus sends an operator's token
+    /// Gives /metrics without a token to this host. Its tasks can ask, too. Without, Prometheus sends an operator's token
     /// (`volley token create --operator --tenant NAME`).
     #[arg(long, env = "VOLLEY_LOCAL_METRICS")]
     pub local_metrics: bool,
@@ -192,15 +192,27 @@ pub struct WorkerArgs {
     /// Isolation tiers to offer. May be repeated.
     #[arg(long = "isolation", env = "VOLLEY_ISOLATION", value_delimiter = ',', default_value = "process", value_name = "TIER")]
     pub isolation: Vec<String>,
-    /// The user that tasks run as, `UID:GID`, when the worker runs as root. Default: the worker's own.
-    #[arg(long, env = "VOLLEY_TASK_USER", value_name = "UID:GID", value_parser = user)]
-    pub task_user: Option<(u32, u32)>,
-    /// Gives each slot a user of its own, counted from this one, `UID:GID`, so that tasks can't touch each other.
-    #[arg(long, env = "VOLLEY_TASK_USERS", value_name = "UID:GID", value_parser = user, conflicts_with = "task_user")]
-    pub task_users: Option<(u32, u32)>,
+    /// Whom tasks run as.
+    #[command(flatten)]
+    pub users: UserArgs,
     /// Also offers `isolation: null`, which runs nothing.
     #[arg(long, hide = true)]
     pub null: bool,
+}
+
+/// Whom tasks run as, where the worker runs as root. Without either, each slot has a user of its own, counted from 80000:80000.
+#[derive(Debug, Clone, Args)]
+pub struct UserArgs {
+    /// As root: the first of the users that slots have, one each. Tasks of different slots can't touch each other. Default: 80000:80000.
+    #[arg(long, env = "VOLLEY_TASK_USERS", value_name = "UID:GID", value_parser = user, conflicts_with = "task_user")]
+    pub task_users: Option<(u32, u32)>,
+    /// As root: one user for all tasks instead. `root` lets them do anything on this host.
+    #[arg(long, env = "VOLLEY_TASK_USER", value_name = "UID:GID", value_parser = user_or_root)]
+    pub task_user: Option<(u32, u32)>,
+}
+
+fn user_or_root(text: &str) -> Result<(u32, u32), String> {
+    if text == "root" { Ok((0, 0)) } else { user(text).map_err(|why| format!("{why}, or root")) }
 }
 
 fn user(text: &str) -> Result<(u32, u32), String> {
@@ -217,7 +229,7 @@ pub struct LogArgs {
     /// NATS.
     #[command(flatten)]
     pub nats: NatsArgs,
-    /// Uses the NATS of the cluster that `volley up` keeps in this directory (~/.local/share/volley; as root /var/lib/volley).
+    /// Uses the NATS of the `volley up` that keeps its cluster here. It does so in ~/.local/share/volley, as root in /var/lib/volley.
     #[arg(long, env = "VOLLEY_DIR", value_name = "DIR")]
     pub dir: Option<PathBuf>,
     /// What to do.

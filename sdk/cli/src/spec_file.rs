@@ -30,7 +30,7 @@ pub struct SpecArgs {
     /// read when they are there. `run` and `submit` upload it, `plan` only reads it.
     #[arg(long, value_name = "FILE")]
     pub items: Option<PathBuf>,
-    /// A local file that is meant where the spec says `upload:NAME` for an input, or `"upload": "NAME"` for items. `run` and `submit`
+    /// A local file that the spec means by NAME. It says `upload:NAME` for an input, `"upload": "NAME"` for items. `run` and `submit`
     /// upload it.
     #[arg(long = "upload", value_name = "NAME=FILE", value_parser = units::named_file)]
     pub uploads: Vec<(String, String)>,

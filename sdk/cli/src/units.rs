@@ -1,9 +1,11 @@
 //! Numbers for eyes.
 //!
-//! Owns how times, sizes and ages are shown. Does not own reading them (`volley_jobspecs::spec::scalars`).
+//! Owns how times and ages are shown. Does not own sizes and cores (`volley_jobspecs::units`) or reading them
+//! (`volley_jobspecs::spec::scalars`).
 
 use jiff::Timestamp;
 use volley_jobspecs::spec::scalars::Scalar;
+pub use volley_jobspecs::units::{bytes, cores};
 
 /// Milliseconds in two units at most: `340ms`, `4.2s`, `1m05s`, `2h10m`, `3d4h`.
 #[must_use]
@@ -19,39 +21,23 @@ pub fn time(ms: u64) -> String {
     }
 }
 
-/// Bytes in the largest unit that leaves a digit: `512 B`, `1.5 KiB`, `20 GiB`.
+/// Whole seconds, for what is only known to a second: `<1s`, `4s`, `1m05s`.
 #[must_use]
-pub fn bytes(bytes: u64) -> String {
-    const UNITS: [&str; 5] = ["KiB", "MiB", "GiB", "TiB", "PiB"];
-    if bytes < 1024 {
-        return format!("{bytes} B");
+pub fn seconds(seconds: u64) -> String {
+    match seconds {
+        0 => "<1s".to_owned(),
+        1..10 => format!("{seconds}s"),
+        _ => time(seconds.saturating_mul(1_000)),
     }
-    // Floating point is exact enough for two digits.
-    let mut value = bytes as f64 / 1024.0;
-    let mut unit = UNITS[0];
-    for larger in &UNITS[1..] {
-        if value < 1024.0 {
-            break;
-        }
-        value /= 1024.0;
-        unit = larger;
-    }
-    if value < 10.0 { format!("{value:.1} {unit}") } else { format!("{value:.0} {unit}") }
 }
 
-/// Thousandths of a core as cores: `0.5`, `8`.
-#[must_use]
-pub fn cores(milli: u32) -> String {
-    if milli.is_multiple_of(1_000) { (milli / 1_000).to_string() } else { format!("{:.1}", f64::from(milli) / 1_000.0) }
-}
-
-/// How long ago an RFC 3339 instant was; the text itself when it isn't one.
+/// How long ago an RFC 3339 instant was, to a second; the text itself when it isn't one.
 #[must_use]
 pub fn age(instant: &str, now: Timestamp) -> String {
     between(instant, now).unwrap_or_else(|| instant.to_owned())
 }
 
-/// From one instant to another, or to now when there is no other yet.
+/// From one instant to another, or to now when there is no other yet; to a second, as the cluster's clock is.
 #[must_use]
 pub fn span(from: Option<&str>, to: Option<&str>, now: Timestamp) -> String {
     let to = to.and_then(|to| to.parse().ok()).unwrap_or(now);
@@ -60,8 +46,9 @@ pub fn span(from: Option<&str>, to: Option<&str>, now: Timestamp) -> String {
 
 fn between(from: &str, to: Timestamp) -> Option<String> {
     let from: Timestamp = from.parse().ok()?;
-    // A clock that is behind the cluster's shows 0, not a negative age.
-    Some(time(u64::try_from(to.as_millisecond().saturating_sub(from.as_millisecond())).unwrap_or(0)))
+    // A clock that is behind the cluster's shows none, not a negative age.
+    let ms = u64::try_from(to.as_millisecond().saturating_sub(from.as_millisecond())).unwrap_or(0);
+    Some(seconds(ms / 1_000))
 }
 
 /// Reads an argument as a spec would: durations, sizes, cores.
@@ -107,20 +94,16 @@ mod tests {
     }
 
     #[test]
-    fn sizes_keep_a_digit() {
-        let got: Vec<String> = [0, 1023, 1536, 20 << 30, u64::MAX].into_iter().map(bytes).collect();
-        assert_eq!(got, ["0 B", "1023 B", "1.5 KiB", "20 GiB", "16384 PiB"]);
-        assert_eq!((cores(500), cores(8_000)), ("0.5".to_owned(), "8".to_owned()));
-    }
-
-    #[test]
     fn ages_are_never_negative_and_spans_end_now_when_they_have_not_ended() {
         let now: Timestamp = "2026-01-01T00:01:05Z".parse().unwrap_or_else(|e| panic!("{e}"));
         assert_eq!(age("2026-01-01T00:00:00Z", now), "1m05s");
-        assert_eq!(age("2026-01-02T00:00:00Z", now), "0ms");
+        assert_eq!(age("2026-01-02T00:00:00Z", now), "<1s");
         assert_eq!(age("?", now), "?");
         assert_eq!(span(Some("2026-01-01T00:00:00Z"), None, now), "1m05s");
-        assert_eq!(span(Some("2026-01-01T00:00:00Z"), Some("2026-01-01T00:00:02Z"), now), "2.0s");
+        assert_eq!(span(Some("2026-01-01T00:00:00Z"), Some("2026-01-01T00:00:02Z"), now), "2s");
+        let ticks = ("2026-01-01T00:00:00.020Z", "2026-01-01T00:00:01.021Z");
+        assert_eq!(span(Some(ticks.0), Some(ticks.0), now), "<1s", "a job within one tick of the cluster's clock");
+        assert_eq!(span(Some(ticks.0), Some(ticks.1), now), "1s");
         assert_eq!(span(None, None, now), "");
     }
 

@@ -2,7 +2,7 @@
 //!
 //! Owns these requests; most need an operator's token.
 
-use volley_jobspecs::api::{ClusterView, TenantRequest, TenantView, TokenAnswer, TokenRequest, WorkerView};
+use volley_jobspecs::api::{ClusterView, TenantRequest, TenantView, TokenAnswer, TokenRequest, TokenView, WorkerView};
 
 use crate::client::Client;
 use crate::error::Error;
@@ -55,6 +55,23 @@ impl Client {
     /// Code `forbidden` without an operator's token.
     pub async fn tenants(&self) -> Result<Vec<TenantView>, Error> {
         self.json(&Call::get(&["tenants"], "list the tenants")).await
+    }
+
+    /// Removes a tenant and all its tokens.
+    ///
+    /// # Errors
+    /// Code `not_found`, `conflict` (it has jobs that have not ended), or `forbidden` without an operator's token.
+    pub async fn remove_tenant(&self, tenant: &str) -> Result<(), Error> {
+        // The second time it would be an error: not found.
+        self.done(&Call::delete(&["tenants", tenant], format!("remove the tenant {tenant}")).once()).await
+    }
+
+    /// Every valid token, without its secret.
+    ///
+    /// # Errors
+    /// Code `forbidden` without an operator's token.
+    pub async fn tokens(&self) -> Result<Vec<TokenView>, Error> {
+        self.json(&Call::get(&["tokens"], "list the tokens")).await
     }
 
     /// Makes a token. Its secret is in this answer only.

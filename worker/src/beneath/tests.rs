@@ -1,4 +1,5 @@
 //! Tests of `beneath`: nothing outside is read or written, whatever a task swaps in meanwhile.
+
 use std::fs;
 use std::io::Read;
 use std::os::fd::OwnedFd;

@@ -1,4 +1,5 @@
 //! Tests of `persist`: what is found, what is skipped, and that links lead nowhere.
+
 use std::fs;
 use std::io::Read;
 

@@ -19,7 +19,7 @@ const DEFAULT_TENANT: &str = "default";
 /// Arguments.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// Only jobs in this state: queued, running, paused, ending, succeeded, failed, cancelled.
+    /// Only jobs in this state. One of queued, running, paused, ending, succeeded, failed, cancelled.
     #[arg(long, value_parser = job_state)]
     state: Option<JobState>,
     /// Only jobs of this name.

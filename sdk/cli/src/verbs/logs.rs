@@ -27,7 +27,7 @@ pub struct Args {
     /// Of which try, counted from 1. Default: the last.
     #[arg(long, value_name = "N", requires = "task")]
     attempt: Option<u32>,
-    /// Passes everything on to the terminal, also what could move the cursor or change the title.
+    /// Passes everything on to the terminal. Also what could move the cursor or change the title.
     #[arg(long)]
     raw: bool,
 }

@@ -29,7 +29,7 @@ pub struct Args {
     /// How many tasks of the beginning, and of the end, are shown.
     #[arg(long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u64).range(1..=100))]
     show: u64,
-    /// Asks the cluster, which also knows what it can run and reads files in S3. Creates nothing.
+    /// Asks the cluster, which knows what it can run. It also reads files in S3, and creates nothing.
     #[arg(long, conflicts_with_all = ["items", "uploads"])]
     server: bool,
 }

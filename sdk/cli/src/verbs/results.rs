@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use volley_jobspecs::api::{ResultRow, TaskState};
+use volley_jobspecs::failure::FailureClass;
 use volley_jobspecs::ids::JobId;
 use volley_sdk::{Results, ResultsQuery};
 
@@ -104,7 +105,10 @@ fn line(row: &ResultRow) -> String {
     }
     let class = row.class.map(|class| class.as_str()).unwrap_or_default();
     let code = row.code.map(|code| code.to_string()).unwrap_or_default();
-    let (state, ran) = (word(&row.state), units::time(u64::from(row.run_ms)));
+    let state = word(&row.state);
+    // What no worker told the end of was measured by none.
+    let untold = matches!(row.class, Some(FailureClass::HostLost | FailureClass::QueueTimeout | FailureClass::Cancelled));
+    let ran = if untold && row.run_ms == 0 { String::new() } else { units::time(u64::from(row.run_ms)) };
     let line =
         format!("{:<8} {state:<10} {class:<14} {code:>5} {:>5} {ran:>7}  {}", row.index, row.attempts, clean::cell(&text, TEXT_CHARS));
     line.trim_end().to_owned() + "\n"
@@ -112,8 +116,6 @@ fn line(row: &ResultRow) -> String {
 
 #[cfg(test)]
 mod tests {
-    use volley_jobspecs::failure::FailureClass;
-
     use super::*;
     use crate::testing::row;
 
@@ -121,6 +123,8 @@ mod tests {
     fn a_row_shows_why_it_failed_or_what_came_of_it() {
         let failed = line(&row(17, Some(FailureClass::RunTimeout), Some("ran longer than 3s\nand more")));
         assert_eq!(failed, "17       failed     run_timeout        1     1   120ms  ran longer than 3s and more\n");
+        let lost = ResultRow { run_ms: 0, ..row(17, Some(FailureClass::HostLost), Some("worker w is lost")) };
+        assert!(!line(&lost).contains("0ms"), "{}", line(&lost));
         let mut good = row(3, None, None);
         assert_eq!(line(&good), "3        succeeded                           1   120ms  out\n");
         good.superseded = true;

@@ -29,7 +29,7 @@ const GROUPS_SHOWN: usize = 5;
 pub struct Args {
     #[command(flatten)]
     submit: submit::Args,
-    /// Writes each result as a line of JSON as it comes; `-` writes them to standard output and the summary to standard error.
+    /// Writes each result as a line of JSON as it comes. `-` writes them to standard output and the summary to standard error.
     #[arg(long, value_name = "FILE")]
     results: Option<PathBuf>,
     /// Submits and goes, as `volley submit` does.

@@ -40,6 +40,10 @@ fn text(task: &TaskView, attempts: &[AttemptView]) -> String {
         return text;
     }
     let row = |attempt: &AttemptView| {
+        let times = [attempt.wait_ms, attempt.prepare_ms, attempt.run_ms, attempt.persist_ms];
+        // Of an attempt that is open, or was lost with its worker, nothing is measured.
+        let measured = times.iter().any(|ms| *ms > 0);
+        let [waited, prepared, ran, saved] = times.map(|ms| if measured { units::time(u64::from(ms)) } else { String::new() });
         vec![
             attempt.number.to_string(),
             word(&attempt.state),
@@ -47,10 +51,10 @@ fn text(task: &TaskView, attempts: &[AttemptView]) -> String {
             attempt.code.map(|code| code.to_string()).unwrap_or_default(),
             attempt.worker.clone(),
             attempt.isolation.clone(),
-            units::time(u64::from(attempt.wait_ms)),
-            units::time(u64::from(attempt.prepare_ms)),
-            units::time(u64::from(attempt.run_ms)),
-            units::time(u64::from(attempt.persist_ms)),
+            waited,
+            prepared,
+            ran,
+            saved,
             attempt.memory_bytes_max.map(units::bytes).unwrap_or_default(),
             clean::cell(attempt.message.as_deref().unwrap_or_default(), 80),
         ]

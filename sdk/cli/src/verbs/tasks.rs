@@ -16,7 +16,7 @@ use crate::verbs::jobs::{PageArgs, more};
 pub struct Args {
     /// The job.
     job: JobId,
-    /// Only tasks in this state: waiting, running, backoff, succeeded, failed, cancelled.
+    /// Only tasks in this state. One of waiting, running, backoff, succeeded, failed, cancelled.
     #[arg(long, value_parser = task_state)]
     state: Option<TaskState>,
     #[command(flatten)]

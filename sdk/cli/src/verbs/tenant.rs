@@ -1,6 +1,7 @@
 //! `volley tenant`.
 
 use clap::Subcommand;
+use serde_json::json;
 use volley_jobspecs::api::{TenantRequest, TenantView};
 use volley_jobspecs::ids::TenantId;
 
@@ -22,6 +23,11 @@ enum Verb {
     Add(Add),
     /// Lists tenants.
     Ls,
+    /// Removes a tenant and all its tokens. Refused while it has jobs that have not ended.
+    Rm {
+        /// Its name.
+        name: TenantId,
+    },
 }
 
 #[derive(Debug, clap::Args)]
@@ -65,6 +71,10 @@ pub async fn run(ctx: &Ctx, args: Args) -> Result<Exit, CliError> {
         Verb::Ls => {
             let tenants = client.tenants().await?;
             ctx.out.show(&tenants, || tenants_table(&tenants))?;
+        }
+        Verb::Rm { name } => {
+            client.remove_tenant(name.as_str()).await?;
+            ctx.out.show(&json!({ "removed": name }), || format!("{name} is removed, and its tokens are worthless\n"))?;
         }
     }
     Ok(Exit::Success)

@@ -2,12 +2,13 @@
 
 use clap::Subcommand;
 use serde_json::json;
-use volley_jobspecs::api::TokenRequest;
+use volley_jobspecs::api::{TokenRequest, TokenView};
 use volley_jobspecs::ids::TenantId;
 
 use crate::ctx::Ctx;
 use crate::error::CliError;
 use crate::exit::Exit;
+use crate::table::table;
 
 /// Arguments.
 #[derive(Debug, clap::Args)]
@@ -24,6 +25,8 @@ enum Verb {
         #[arg(long)]
         operator: bool,
     },
+    /// Lists the tokens that are valid, without their secrets.
+    Ls,
     /// Makes a token worthless.
     Revoke {
         /// The token's id: what stands between `vt_` and the next `_`.
@@ -46,10 +49,22 @@ pub async fn run(ctx: &Ctx, args: Args) -> Result<Exit, CliError> {
             ctx.out.show(&answer, || format!("{}\n", answer.token))?;
             ctx.out.note(&format!("it is shown this once; `volley token revoke {}` makes it worthless", answer.id));
         }
+        Verb::Ls => {
+            let tokens = client.tokens().await?;
+            ctx.out.show(&tokens, || tokens_table(&tokens))?;
+        }
         Verb::Revoke { id } => {
             client.revoke_token(&id).await?;
             ctx.out.show(&json!({ "revoked": id }), || format!("{id} is revoked\n"))?;
         }
     }
     Ok(Exit::Success)
+}
+
+fn tokens_table(tokens: &[TokenView]) -> String {
+    let row = |token: &TokenView| {
+        let may = if token.operator { "operator" } else { "tenant" };
+        vec![token.id.clone(), token.tenant.clone(), may.to_owned(), token.created.clone().unwrap_or_default()]
+    };
+    table(&["TOKEN", "TENANT", "MAY ACT AS", "CREATED"], tokens.iter().map(row).collect())
 }

@@ -68,7 +68,7 @@ fn text(workers: &[WorkerView]) -> String {
             worker.state.clone(),
             format!("{}/{}", worker.bundles, worker.slots),
             worker.tasks.to_string(),
-            units::cores(worker.cpu_milli),
+            units::cores(worker.cpu_milli.into()),
             units::bytes(worker.memory_bytes),
             units::bytes(worker.disk_bytes),
             worker.isolation.join(","),

@@ -16,6 +16,9 @@ use volley_jobspecs::ids::JobId;
 use crate::embedded::{self, Nats, Secrets};
 use crate::serve::{self, Ended, line};
 
+/// Characters of a record that are shown when it isn't passed over.
+const SHOWN_CHARS: usize = 200;
+
 /// What the verb ended with, in one line, and what to exit with.
 pub type LogEnded = Result<(), (Exit, String)>;
 
@@ -63,7 +66,7 @@ async fn carry_out(client: async_nats::Client, verb: LogVerb) -> LogEnded {
     let log = Log::existing(client).await.map_err(|error| failed(line(error)))?;
     match verb {
         LogVerb::Show { from, limit, job, follow } => show(&log, from, limit, job, follow).await.map_err(failed),
-        LogVerb::Skip { sequence } => skip(&log, sequence).await,
+        LogVerb::Skip { sequence, force } => skip(&log, sequence, force).await,
     }
 }
 
@@ -96,12 +99,30 @@ async fn show(log: &Log, from: Option<u64>, limit: Option<u64>, job: Option<JobI
     Ok(())
 }
 
-async fn skip(log: &Log, sequence: u64) -> LogEnded {
+async fn skip(log: &Log, sequence: u64, force: bool) -> LogEnded {
     let (first, last, _, _) = log.bounds().await.map_err(|error| (Exit::Unavailable, line(error)))?;
     if sequence < first || sequence > last {
         return Err((Exit::NotFound, format!("there is no record {sequence}: the log has {first} to {last}")));
     }
+    if let Some(record) = readable(log, sequence).await.map_err(|error| (Exit::Unavailable, error))?.filter(|_| !force) {
+        return Err((
+            Exit::Conflict,
+            format!(
+                "record {sequence} can be read: {record}. Without it every coordinator would make something else of all that came after, also \
+                 of jobs that have ended. If it is what stops them (their last line names it), add --force"
+            ),
+        ));
+    }
     log.skip(sequence).await.map_err(|error| (Exit::Unavailable, line(error)))?;
     println!("Every coordinator passes over record {sequence} from its next start on; what it said is lost. Restart all of them now.");
     Ok(())
+}
+
+/// A record as people see it, cut short; none when it can't be read.
+async fn readable(log: &Log, sequence: u64) -> Result<Option<String>, String> {
+    let mut records = log.read(sequence);
+    let batch = records.recv().await.ok_or("the log can't be read")?.map_err(line)?;
+    let found = batch.iter().find(|(at, _)| *at == sequence).and_then(|(_, bytes)| show::line(sequence, bytes, None));
+    let record = found.as_ref().and_then(|shown| shown.get("record"));
+    Ok(record.map(|record| record.to_string().chars().take(SHOWN_CHARS).collect()))
 }

@@ -3,13 +3,14 @@
 //! Owns the order of starting and stopping: NATS, S3, coordinator, worker, and back. Does not own any of them.
 
 use std::os::unix::fs::{DirBuilderExt as _, PermissionsExt as _};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
-use volley_cli::sdk::config::ClusterFile;
+use volley_cli::sdk::Client;
+use volley_cli::sdk::config::{ClusterFile, Config as ClientConfig};
 use volley_cli::serve::UpArgs;
 use volley_coordinator::config::CoordinatorConfig;
 use volley_coordinator::run::{self, RunError, Running};
@@ -28,12 +29,16 @@ use crate::serve::{Ended, line, run_worker, set_users};
 const BUCKET: &str = "volley";
 /// How the system words a full disk, in whatever error it comes to light.
 const NO_ROOM: &str = "No space left on device";
+/// How long a cluster that was here before may take to answer.
+const ANSWER_PATIENCE: Duration = Duration::from_secs(2);
 /// Pause before a coordinator that ended is started again.
 const RESTART_PAUSE: Duration = Duration::from_secs(1);
 
 /// Starts everything, and ends it on a signal: the first drains, the second stops now.
 pub async fn up(args: UpArgs, spawner: Option<Spawner>, observer: Observing) -> Ended {
     let dir = make_dir(&args)?;
+    let config = Config { observer: observer.clone(), ..worker_config(&args, &dir)? };
+    config.check().map_err(line)?;
     let room = Room::of(&dir)?;
     room.wait().await;
     let secrets = Secrets::open(&dir)?;
@@ -47,24 +52,22 @@ pub async fn up(args: UpArgs, spawner: Option<Spawner>, observer: Observing) -> 
     };
     let s3 = Arc::new(EmbeddedServer::start(s3).await.map_err(line)?);
     let store = StoreConfig::new(&s3.endpoint(), BUCKET, &secrets.s3_access_key, &secrets.s3_secret_key);
-    let config = CoordinatorConfig {
+    let coordinator = CoordinatorConfig {
         name: "up".to_owned(),
         listen: args.listen,
         bootstrap_token: Some(secrets.token.clone()),
         create_bucket: true,
-        observer: observer.clone(),
+        observer,
         ..CoordinatorConfig::new(nats.config.clone(), dir.join("coordinator"), store.clone())
     };
-    let mut coordinator = Coordinator::start(config).await?;
+    let mut coordinator = Coordinator::start(coordinator).await?;
     let file = ClusterFile { url: format!("http://{}", coordinator.config.listen), token: secrets.token.clone() };
-    let path = std::env::var_os("VOLLEY_CONFIG").map(Into::into).or_else(ClusterFile::default_path);
-    let path = path.ok_or("no home directory; say where clients find the cluster with VOLLEY_CONFIG")?;
-    file.save(&path).map_err(line)?;
+    let path = tell_clients(&file, &dir).await?;
     eprintln!("Volley is up at {}; clients find it and its token in {}", file.url, path.display());
     eprintln!("Try it: volley run SPEC.json    Stop it: Ctrl-C");
 
-    let config = nats.config.clone();
-    let worker = run_worker(Config { observer, ..worker_config(&args, &dir)? }, &config, store, spawner);
+    let reach = nats.config.clone();
+    let worker = run_worker(config, &reach, store, spawner);
     let ended = tokio::select! {
         ended = worker => ended,
         // NATS ends with us: only by the directory can it be found again.
@@ -77,6 +80,33 @@ pub async fn up(args: UpArgs, spawner: Option<Spawner>, observer: Observing) -> 
     }
     nats.stop().await;
     ended
+}
+
+/// Writes down where clients find the cluster. Not over a file whose cluster answers: its clients would lose it.
+async fn tell_clients(file: &ClusterFile, dir: &Path) -> Result<PathBuf, String> {
+    let path = std::env::var_os("VOLLEY_CONFIG").map(Into::into).or_else(ClusterFile::default_path);
+    let mut path = path.ok_or("no home directory; say where clients find the cluster with VOLLEY_CONFIG")?;
+    if let Ok(other) = ClusterFile::load(&path)
+        && other.url != file.url
+        && answers(&other).await
+    {
+        let own = dir.join("cluster.json");
+        eprintln!(
+            "Another cluster, at {}, is what {} names. For this one: export VOLLEY_CONFIG={}",
+            other.url,
+            path.display(),
+            own.display()
+        );
+        path = own;
+    }
+    file.save(&path).map_err(line)?;
+    Ok(path)
+}
+
+async fn answers(cluster: &ClusterFile) -> bool {
+    let config = ClientConfig::new(vec![cluster.url.clone()], Some(cluster.token.clone()));
+    let Ok(client) = Client::new(config) else { return false };
+    tokio::time::timeout(ANSWER_PATIENCE, client.cluster()).await.is_ok_and(|answer| answer.is_ok())
 }
 
 /// The coordinator, which is started again after its disk was full.
@@ -160,7 +190,7 @@ fn make_dir(args: &UpArgs) -> Result<PathBuf, String> {
     Ok(dir)
 }
 
-fn worker_config(args: &UpArgs, dir: &std::path::Path) -> Result<Config, String> {
+fn worker_config(args: &UpArgs, dir: &Path) -> Result<Config, String> {
     let name = WorkerId::new("local").map_err(line)?;
     let mut config = Config::new(name, dir.join("worker"));
     config.slots = args.slots.unwrap_or(config.slots);

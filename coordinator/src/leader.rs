@@ -278,6 +278,8 @@ impl Leader {
         let answer = answer(true, false);
         if let Some(link) = self.links.get_mut(&beat.worker) {
             link.heard_ms = now_ms;
+            // For good: a life that drains ends. An older beat that comes late says nothing.
+            link.draining |= beat.draining;
         }
         if beat.leaving && worker.bundles.is_empty() {
             self.decide_once(Decision::WorkerLost { worker: beat.worker.clone(), incarnation: beat.incarnation, left: true });
@@ -375,6 +377,7 @@ impl Leader {
         let silent: BTreeSet<WorkerId> = self.pending[lost_from..]
             .iter()
             .filter_map(|d| if let Decision::WorkerLost { worker, .. } = d { Some(worker.clone()) } else { None })
+            .chain(self.links.iter().filter(|(_, link)| link.draining).map(|(name, _)| name.clone()))
             .collect();
         for (worker, ms) in self.scheduler.misbehaving() {
             if let Some(found) = state.workers.get(&worker) {

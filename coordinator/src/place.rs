@@ -160,6 +160,8 @@ struct Candidate<'a> {
     given_short: u32,
     /// A queue that comes first waits for an idle slot here: what comes behind it gets no waiting place, or no slot would ever be idle.
     reserved: bool,
+    /// A queue that comes first needs more than is left here, and waits for it: nothing that comes behind it begins here.
+    held: bool,
 }
 
 impl Candidate<'_> {
@@ -191,7 +193,16 @@ pub fn place(scheduler: &mut Scheduler, state: &State, now_ms: u64, silent: &BTr
     let takes_more = |w: &Worker| worker::takes_more(w, state.head.now_ms);
     for (name, worker) in state.workers.iter().filter(|(name, w)| takes_more(w) && !silent.contains(*name)) {
         let bundles = worker.bundles.len() as u32;
-        candidates.push(Candidate { name, worker, bundles, promised: worker.promised, young: None, given_short: 0, reserved: false });
+        candidates.push(Candidate {
+            name,
+            worker,
+            bundles,
+            promised: worker.promised,
+            young: None,
+            given_short: 0,
+            reserved: false,
+            held: false,
+        });
     }
     if candidates.is_empty() {
         return Vec::new();
@@ -235,7 +246,7 @@ struct Cluster {
 }
 
 /// The least loaded worker that takes the queue's next bundle. When none does only because no slot is idle, those that could are
-/// reserved.
+/// reserved; when one with an idle slot lacks cpu, memory or disk, it is held until it has them.
 fn fit(
     scheduler: &Scheduler,
     queue: &mut Queue<'_>,
@@ -252,7 +263,8 @@ fn fit(
     let may_wait = cluster.short.contains(&job.id);
     let fits = |c: &mut Candidate<'_>| {
         let idle = c.bundles < c.worker.info.slots;
-        avoided != Some(c.name)
+        !c.held
+            && avoided != Some(c.name)
             && (idle || (may_wait && !c.reserved && c.soon_idle(cluster)))
             && could(c)
             && c.promised.fits(needs, &c.worker.info, if idle { 1 } else { BUNDLES_PER_SLOT })
@@ -261,6 +273,12 @@ fn fit(
         if !may_wait {
             let busy = |c: &Candidate<'_>| c.bundles >= c.worker.info.slots && avoided != Some(c.name) && could(c);
             candidates.iter_mut().filter(|c| busy(c)).for_each(|c| c.reserved = true);
+        }
+        // One is enough, and it stays the same: with nothing new it becomes the least loaded.
+        let filling = |c: &Candidate<'_>| c.bundles < c.worker.info.slots && avoided != Some(c.name) && could(c);
+        let hold = by_load.iter().map(|(_, at)| *at).find(|at| !candidates[*at].held && filling(&candidates[*at]));
+        if let Some(candidate) = hold.and_then(|at| candidates.get_mut(at)) {
+            candidate.held = true;
         }
         return None;
     };

@@ -344,10 +344,8 @@ async fn connect(config: &CoordinatorConfig, name: &str) -> Result<(async_nats::
     loop {
         let error = match bus::connect(&config.nats, name).await {
             Ok(connected) => return Ok(connected),
-            Err(error @ (ConnectError::Old { .. } | ConnectError::NoJetStream { .. } | ConnectError::Credentials { .. })) => {
-                return Err(error.into());
-            }
             Err(error @ ConnectError::Unreachable { .. }) => error,
+            Err(error) => return Err(error.into()),
         };
         let waited = started.elapsed();
         if waited + CONNECT_PAUSE > config.start_patience {

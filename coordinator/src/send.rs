@@ -27,6 +27,8 @@ pub struct Link {
     pub incarnation: Incarnation,
     /// When it was last heard, by the leader's monotonic clock in milliseconds.
     pub heard_ms: u64,
+    /// Does it say that it takes nothing more?
+    pub draining: bool,
     /// Has it beaten since this leader began? Until then nothing is known of what it holds, and nothing is sent.
     met: bool,
     number: u64,
@@ -45,6 +47,7 @@ impl Link {
         Self {
             incarnation,
             heard_ms: now_ms,
+            draining: false,
             met: false,
             number: 0,
             in_flight: None,

@@ -7,6 +7,7 @@ use std::collections::BTreeMap;
 
 use volley_jobspecs::failure::FailureClass;
 use volley_jobspecs::ids::{AttemptName, BundleId, Incarnation, JobId, WorkerId};
+use volley_jobspecs::wire::LEVEL_UNCOUNTED;
 use volley_jobspecs::wire::plan::Isolation;
 use volley_jobspecs::wire::report::{AttemptEnd, Ending, Report};
 use volley_jobspecs::wire::work::WorkerInfo;
@@ -52,9 +53,16 @@ fn ended(state: &mut State, sequence: u64, worker: &WorkerId, end: &AttemptEnd, 
 
 /// What becomes of a task whose attempt ended.
 fn settle(state: &mut State, sequence: u64, end: &AttemptEnd, charge: bool, fx: &mut Effects) {
-    let (id, index) = (end.name.job, end.name.index);
+    let (id, index, level) = (end.name.job, end.name.index, state.head.level);
     let Some(job) = state.jobs.get_mut(&id) else { return };
-    let Some(cell) = job.cell(index).filter(|cell| cell.phase == Phase::Open) else { return };
+    if job.cell(index).is_none_or(|cell| cell.phase != Phase::Open) {
+        return;
+    }
+    if end.ending == Ending::Returned && level >= LEVEL_UNCOUNTED {
+        // It never began, so it is no try: the next one has its number, and another name by the sequence.
+        job.update(index, |cell| cell.number = cell.number.saturating_sub(1));
+    }
+    let Some(cell) = job.cell(index) else { return };
     let result = |class| ResultEntry { index, number: cell.number, class, attempts: cell.number };
     match end.ending {
         Ending::Succeeded => {

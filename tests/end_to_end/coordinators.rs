@@ -31,6 +31,9 @@ async fn another_coordinator_leads_when_the_leader_is_killed() {
         let ready = |workers: Value| workers.as_array().unwrap().iter().filter(|worker| worker["state"] == "ready").count() == 2;
         ask(&urls[1], "/v1/workers").is_some_and(ready)
     });
+    until("the records are at the newest level, which the shipped rights of NATS must allow", || {
+        ask(&urls[0], "/v1/cluster").is_some_and(|view| view["level"] == volley_cli::sdk::jobspecs::wire::LEVEL)
+    });
     let task = json!({ "isolation": "process", "command": "sleep 0.3; echo $VOLLEY_TASK_INDEX" });
     let spec = json!({ "version": "volley/v1", "name": "lead", "items": { "count": 60 }, "task": task }).to_string();
     let spec = write(&dir.path().join("spec.json"), &spec);

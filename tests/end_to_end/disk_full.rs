@@ -45,3 +45,15 @@ fn objects_leave_room_for_the_log() {
     assert_eq!(cluster.ended(&small)["tasks"]["succeeded"], json!(20), "what needs no object goes on");
     assert!(!cluster.has_ended(), "{}", cluster.log());
 }
+
+#[test]
+fn a_task_that_fills_the_disk_gives_it_back_when_it_ends() {
+    let Some(mut cluster) = Cluster::up_on("192m") else { return };
+    let command = "echo > \"$VOLLEY_OUTPUT_DIR/n\"; [ $VOLLEY_TASK_INDEX -ne 5 ] || head -c 500M /dev/zero > big";
+    let task =
+        json!({ "command": command, "retry": { "attempts": 1, "infraAttempts": 2, "backoff": { "initial": "500ms", "cap": "1s" } } });
+    let job = cluster.submit(&cluster.spec(json!({ "count": 40 }), task, json!({})));
+    let ended = cluster.ended(&job);
+    assert_eq!(ended["tasks"]["succeeded"], json!(39), "{ended}");
+    assert!(!cluster.has_ended(), "{}", cluster.log());
+}

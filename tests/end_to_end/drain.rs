@@ -37,3 +37,22 @@ fn the_first_signal_lets_tasks_end_and_nothing_is_left() {
     let row = cluster.results(&job).remove(0);
     assert_eq!((&row["state"], &row["stdoutTail"], &row["attempts"]), (&json!("succeeded"), &json!("whole\n"), &json!(1)), "{row}");
 }
+
+/// A drain is nobody's failure: what waits is handed back and is not given to the same worker again.
+#[test]
+fn what_waits_at_a_worker_that_ends_is_no_lost_attempt() {
+    let Some(mut cluster) = Cluster::up_with(&["--slots", "1"]) else { return };
+    // A cluster raises its level some seconds after its first start.
+    until("the newest level", || cluster.ask(&["cluster"])["level"] == volley_cli::sdk::jobspecs::wire::LEVEL);
+    // Short first, so that the next bundle may wait behind the long one.
+    let command = "[ $VOLLEY_TASK_INDEX -lt 20 ] || sleep 4";
+    let job = cluster.submit(&cluster.spec(json!({ "count": 24 }), json!({ "command": command }), json!({})));
+    cluster.until_tasks(&job, "succeeded", 20);
+    signal(cluster.pid(), Signal::TERM);
+    until("it has ended", || cluster.has_ended());
+    cluster.stop();
+    cluster.start();
+    assert_eq!(cluster.ended(&job)["state"], "succeeded");
+    let tries: Vec<_> = cluster.results(&job).iter().map(|row| row["attempts"].as_u64()).collect();
+    assert_eq!(tries, vec![Some(1); 24], "what was handed back is no try, and nothing was lost");
+}

@@ -31,6 +31,8 @@ async fn up_stops_at_a_bad_record_and_goes_on_behind_it() {
     let shown = cluster.volley(&["log", "--dir", &dir, "show", "--from", &bad]).exits(0).json();
     assert_eq!((&shown["sequence"].to_string(), &shown["bytes"]), (&bad, &json!("ff00")), "{shown}");
     cluster.volley(&["log", "--dir", &dir, "skip", "999999"]).exits(66);
+    let refused = cluster.volley(&["log", "--dir", &dir, "skip", &job[1..]]).exits(65).stderr;
+    assert!(refused.contains("can be read") && refused.contains("--force"), "{refused}");
     cluster.volley(&["log", "--dir", &dir, "skip", &bad]).exits(0);
 
     cluster.start();

@@ -122,6 +122,15 @@ impl Dirs {
         Ok(())
     }
 
+    /// Removes what is no output, before outputs are kept: that may take minutes while the disk is full, and this may be what fills it.
+    /// What can't be removed now is met again when the slot is emptied.
+    pub fn shed(&self, outputs_in_work: bool) {
+        let _ = remove_all(&self.tmp());
+        if !outputs_in_work {
+            let _ = remove_all(&self.work());
+        }
+    }
+
     /// From now on something may write into them.
     pub fn lend(&mut self) {
         self.clean = false;

@@ -233,7 +233,13 @@ impl<B: Bus, O: Objects> Executor<B, O> {
         } else {
             let (dirs, declared) = (self.dirs.clone(), prepared.task.outputs.clone());
             let failed = |e| PersistError::Read { path: self.dirs.out(), source: std::io::Error::other(e) };
-            let find = move || persist::find(&dirs, &declared, &stdout, &stderr);
+            let find = move || {
+                let left = persist::find(&dirs, &declared, &stdout, &stderr)?;
+                if left.wants_storage() {
+                    dirs.shed(left.lies_in(&dirs.work()));
+                }
+                Ok(left)
+            };
             tokio::task::spawn_blocking(find).await.unwrap_or_else(|e| Err(failed(e)))
         };
         let left = match found {

@@ -128,6 +128,12 @@ impl Left {
         !self.files.is_empty() || !self.logs.is_empty()
     }
 
+    /// Is there a file to keep in a directory of the task's?
+    #[must_use]
+    pub fn lies_in(&self, dir: &Path) -> bool {
+        self.files.iter().any(|(_, place)| place.root.path == dir)
+    }
+
     /// Everything that rides inline, for when the rest can't be kept.
     #[must_use]
     pub fn inline_only(mut self) -> Kept {

@@ -5,7 +5,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use async_nats::{Client, ConnectOptions, Event};
+use async_nats::{Client, ConnectErrorKind, ConnectOptions, Event};
 use tokio::sync::watch;
 
 /// Oldest server that will do (DESIGN §5).
@@ -28,6 +28,17 @@ pub enum ConnectError {
     /// It was not reached.
     #[error("can't reach NATS at {url}: {why}; is nats-server running there?")]
     Unreachable {
+        /// Where.
+        url: String,
+        /// Why.
+        why: String,
+    },
+    /// It takes nobody with these credentials.
+    #[error(
+        "NATS at {url} refuses this user: {why}; name one it knows with --nats-user and --nats-password-file (or NATS_USER and \
+         NATS_PASSWORD), or --nats-creds"
+    )]
+    Refused {
         /// Where.
         url: String,
         /// Why.
@@ -84,7 +95,13 @@ pub async fn connect(config: &NatsConfig, name: &str) -> Result<(Client, watch::
         options = options.credentials_file(path).await.map_err(unreadable)?;
     }
     let servers: Vec<String> = config.url.split(',').map(|url| url.trim().to_owned()).collect();
-    let client = options.connect(servers).await.map_err(|e| ConnectError::Unreachable { url: config.url.clone(), why: e.to_string() })?;
+    let client = options.connect(servers).await.map_err(|e| {
+        let (url, why) = (config.url.clone(), e.to_string());
+        match e.kind() {
+            ConnectErrorKind::AuthorizationViolation | ConnectErrorKind::Authentication => ConnectError::Refused { url, why },
+            _ => ConnectError::Unreachable { url, why },
+        }
+    })?;
     probe(&client, &config.url)?;
     Ok((client, receiver))
 }

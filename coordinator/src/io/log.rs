@@ -34,7 +34,7 @@ const SKIP: &str = "volley-skip-";
 #[derive(Debug, thiserror::Error)]
 pub enum LogError {
     /// NATS refused or did not answer.
-    #[error("NATS {what} failed: {why}; is JetStream on (`nats-server -js`) and may this user use it?")]
+    #[error("NATS {what} failed: {why}; is JetStream on (`nats-server -js`), may this user use it, and has its disk room?")]
     Nats {
         /// What was tried.
         what: &'static str,

@@ -76,11 +76,15 @@ impl Cluster {
 
     /// Submits a job of tasks that take `took_ms` each.
     fn submit(&mut self, tenant: &str, tasks: u32, priority: i16, took_ms: u64) -> JobId {
+        self.submit_plan(tenant, JobPlan { priority, ..plan(tasks) }, took_ms)
+    }
+
+    fn submit_plan(&mut self, tenant: &str, plan: JobPlan, took_ms: u64) -> JobId {
         let submit = Submit {
             actor: actor(tenant),
             idempotency_key: format!("{}", self.state.head.sequence),
             spec_hash: "h".to_owned(),
-            plan: JobPlan { priority, ..plan(tasks) },
+            plan,
             spec: SpecRef::Inline(Vec::new().into()),
             trace: None,
             uploads: Vec::new(),
@@ -264,6 +268,30 @@ fn what_waits_behind_long_tasks_is_not_handed_to_and_fro() {
     let found = &cluster.state.jobs[&job];
     assert_eq!(found.bundles, WORKERS as u32 * SLOTS, "one bundle a slot, none waits");
     assert_eq!((0..found.tasks()).filter_map(|index| found.cell(index)).map(|cell| cell.number).max(), Some(1));
+}
+
+#[test]
+fn a_large_task_that_comes_first_gets_its_room() {
+    let mut cluster = Cluster::new();
+    let mut small = plan(2_000);
+    small.needs.cpu_milli = 10_000;
+    // Two durations, so that on no worker everything ends at once.
+    let small = [1_000, 1_370].map(|took_ms| cluster.submit_plan("default", small.clone(), took_ms));
+    cluster.run(20_000);
+    let running = |cluster: &Cluster| small.iter().map(|job| cluster.slots_of(*job)).sum::<usize>();
+    assert_eq!(running(&cluster), (WORKERS as u32 * SLOTS) as usize);
+    let mut large = JobPlan { priority: 100, ..plan(1) };
+    large.needs.cpu_milli = info().cpu_milli;
+    let large = cluster.submit_plan("default", large, 1_000);
+    let begun = cluster.now_ms;
+    while cluster.slots_of(large) == 0 {
+        assert!(cluster.now_ms - begun < 3_000, "{:?}", cluster.state.jobs[&large].counts());
+        cluster.step();
+        assert!(running(&cluster) >= SLOTS as usize, "the other worker goes on");
+    }
+    cluster.until_ended(large, 10_000);
+    cluster.run(2_000);
+    assert_eq!(running(&cluster), (WORKERS as u32 * SLOTS) as usize, "nothing is held for what has ended");
 }
 
 #[test]

@@ -211,7 +211,9 @@ pub enum Refusal {
     #[error("job {0} has ended")]
     Ended(JobId),
     /// The job has not ended.
-    #[error("job {0} has not ended; cancel it first with `volley cancel {0}`")]
+    #[error(
+        "job {0} has not ended; cancel it first with `volley cancel {0}`, or with `--now` if it is ending and its last tasks take too long"
+    )]
     NotEnded(JobId),
     /// The job is being removed.
     #[error("job {0} is being removed; submit it again instead")]

@@ -9,7 +9,7 @@
 //! | 1 | everything but what follows |
 //! | 2 | `Checkpointed`, `UploadGone`, `Uploaded`, and the uploads a submit names |
 //! | 3 | a job notes which record opened its round; a queue deadline says what was waited for; items and stored specs are named for one job; `UploadFound`; a removed job is not rerun |
-//! | 4 | a token says when it was made; `RemoveTenant` |
+//! | 4 | a token says when it was made; `RemoveTenant`; an attempt that is handed back is no try |
 
 pub mod live;
 pub mod plan;
@@ -29,6 +29,8 @@ pub const LEVEL_KEEPING: u32 = 2;
 pub const LEVEL_ROUNDS: u32 = 3;
 /// From this level on a token says when it was made, and tenants can be removed.
 pub const LEVEL_TENANTS: u32 = 4;
+/// From this level on an attempt that was handed back before it began has not used up a number.
+pub const LEVEL_UNCOUNTED: u32 = 4;
 
 /// Largest message we publish, in bytes: NATS refuses more than 1 MiB by default, and headers need room too.
 pub const MESSAGE_BYTES_MAX: usize = 1_000_000;

@@ -26,7 +26,7 @@ pub struct UpArgs {
     #[arg(long, env = "VOLLEY_LISTEN", default_value = LISTEN_DEFAULT, value_name = "ADDRESS")]
     pub listen: SocketAddr,
     /// Tasks (bundles) run at once. Default: one a core.
-    #[arg(long, env = "VOLLEY_SLOTS", value_name = "N")]
+    #[arg(long, env = "VOLLEY_SLOTS", value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub slots: Option<u32>,
     /// Whom tasks run as.
     #[command(flatten)]
@@ -175,7 +175,7 @@ pub struct WorkerArgs {
     #[arg(long, env = "VOLLEY_NAME", value_name = "NAME")]
     pub name: Option<WorkerId>,
     /// Tasks (bundles) it runs at once. Default: one a core.
-    #[arg(long, env = "VOLLEY_SLOTS", value_name = "N")]
+    #[arg(long, env = "VOLLEY_SLOTS", value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub slots: Option<u32>,
     /// CPU for tasks, in cores. Default: all.
     #[arg(long, env = "VOLLEY_CPUS", value_name = "CORES", value_parser = units::scalar::<MilliCpus>)]
@@ -259,5 +259,8 @@ pub enum LogVerb {
     Skip {
         /// The record.
         sequence: u64,
+        /// Also one that can be read: whatever it did is undone, in jobs that have ended too.
+        #[arg(long)]
+        force: bool,
     },
 }

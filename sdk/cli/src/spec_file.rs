@@ -113,7 +113,12 @@ impl Loaded {
 
 /// Uploads one file, with a progress line; gives its id.
 pub(crate) async fn upload(ctx: &Ctx, client: &Client, path: &Path) -> Result<String, CliError> {
-    let bytes = std::fs::metadata(path).map(|meta| meta.len()).unwrap_or(0);
+    let meta = std::fs::metadata(path).map_err(CliError::file(path, "upload"))?;
+    if meta.is_dir() {
+        let words = "it is a directory; pack it into an archive";
+        return Err(CliError::file(path, "upload")(std::io::Error::new(std::io::ErrorKind::IsADirectory, words)));
+    }
+    let bytes = meta.len();
     let transfer = Arc::new(Transfer::start(ctx.out, &format!("uploading {}", path.display()), bytes));
     let seen = transfer.clone();
     let answer = client.upload(path, Arc::new(move |bytes| seen.add(bytes))).await;

@@ -4,6 +4,7 @@
 
 use volley_jobspecs::failure::FailureClass;
 use volley_jobspecs::ids::{BundleId, JobId};
+use volley_jobspecs::units::{cores, different_bytes};
 use volley_jobspecs::wire::plan::Isolation;
 use volley_jobspecs::wire::record::Run;
 use volley_jobspecs::wire::report::{AttemptEnd, Ending, Timing};
@@ -167,9 +168,12 @@ impl Core {
                  delegated cgroup, or leave out task.resources"
             )
         } else if !self.slots.could_fit(needs) {
+            let (cpu, worker_cpu) = (cores(needs.cpu_milli.into()), cores(info.cpu_milli.into()));
+            let (memory, worker_memory) = different_bytes(needs.memory_bytes, info.memory_bytes);
+            let (disk, worker_disk) = different_bytes(needs.disk_bytes, info.disk_bytes);
             format!(
-                "a task needs {} thousandths of a cpu, {} bytes of memory and {} of disk, worker {worker} has {}, {} and {}",
-                needs.cpu_milli, needs.memory_bytes, needs.disk_bytes, info.cpu_milli, info.memory_bytes, info.disk_bytes
+                "a task needs {cpu} cores, {memory} of memory and {disk} of disk, worker {worker} has {worker_cpu}, {worker_memory} and \
+                 {worker_disk}"
             )
         } else {
             return None;

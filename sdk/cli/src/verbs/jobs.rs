@@ -105,8 +105,10 @@ pub(crate) fn more(ctx: &Ctx, next: Option<&str>) {
 /// Jobs as a table.
 #[must_use]
 pub fn jobs_table(jobs: &[JobView], now: Timestamp) -> String {
+    let of_many = jobs.windows(2).any(|pair| pair[0].tenant != pair[1].tenant);
     let row = |job: &JobView| {
-        vec![
+        let tenant = job.tenant.clone();
+        let cells = vec![
             job.job.clone(),
             job.name.clone(),
             state(job),
@@ -117,9 +119,11 @@ pub fn jobs_table(jobs: &[JobView], now: Timestamp) -> String {
             units::age(&job.submitted, now),
             units::span(job.started.as_deref(), job.ended.as_deref(), now),
             clean::cell(job.reason.as_deref().unwrap_or_default(), 60),
-        ]
+        ];
+        of_many.then_some(tenant).into_iter().chain(cells).collect()
     };
     let header = ["JOB", "NAME", "STATE", "DONE", "FAILED", "NO VERDICT", "CANCELLED", "AGE", "TOOK", "REASON"];
+    let header: Vec<&str> = of_many.then_some("TENANT").into_iter().chain(header).collect();
     table(&header, jobs.iter().map(row).collect())
 }
 

@@ -25,7 +25,7 @@ pub struct Args {
     #[arg(long, value_parser = ["stdout", "stderr", "both"], default_value = "both", hide_default_value = true)]
     stream: String,
     /// Of which try, counted from 1. Default: the last.
-    #[arg(long, value_name = "N", requires = "task")]
+    #[arg(long, value_name = "N", requires = "task", value_parser = clap::value_parser!(u32).range(1..))]
     attempt: Option<u32>,
     /// Passes everything on to the terminal. Also what could move the cursor or change the title.
     #[arg(long)]

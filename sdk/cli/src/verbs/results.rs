@@ -54,11 +54,14 @@ pub async fn run(ctx: &Ctx, args: Args) -> Result<Exit, CliError> {
             ctx.out.note(&format!("{} in {}", count(rows, "row"), path.display()));
         }
         None => {
-            if !ctx.out.json() {
-                ctx.out.raw(header().as_bytes())?;
-            }
-            while let Some(row) = results.next().await {
-                let row = row?;
+            // Not before the first answer: an error has no columns.
+            let mut begun = ctx.out.json();
+            loop {
+                let row = results.next().await.transpose()?;
+                if !std::mem::replace(&mut begun, true) {
+                    ctx.out.raw(header().as_bytes())?;
+                }
+                let Some(row) = row else { break };
                 match (wanted(&row), ctx.out.json()) {
                     (false, _) => {}
                     (true, true) => ctx.out.row(&row)?,

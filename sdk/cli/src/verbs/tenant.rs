@@ -1,5 +1,8 @@
 //! `volley tenant`.
 
+use std::num::ParseIntError;
+use std::str::FromStr;
+
 use clap::Subcommand;
 use serde_json::json;
 use volley_jobspecs::api::{TenantRequest, TenantView};
@@ -19,7 +22,7 @@ pub struct Args {
 
 #[derive(Debug, Subcommand)]
 enum Verb {
-    /// Makes a tenant, or sets the limits of one that is there.
+    /// Makes a tenant, or changes one that is there: what isn't named stays as it is.
     Add(Add),
     /// Lists tenants.
     Ls,
@@ -37,18 +40,48 @@ struct Add {
     /// Its share among tenants. Default: 100.
     #[arg(long, value_name = "N")]
     weight: Option<u32>,
-    /// Most tasks in jobs that have not ended.
+    /// Most tasks in jobs that have not ended, or `none`.
     #[arg(long, value_name = "N")]
-    active_tasks: Option<u64>,
-    /// Most jobs that have not ended.
+    active_tasks: Option<Limit<u64>>,
+    /// Most jobs that have not ended, or `none`.
     #[arg(long, value_name = "N")]
-    active_jobs: Option<u32>,
-    /// Most bundles open at once.
+    active_jobs: Option<Limit<u32>>,
+    /// Most bundles open at once, or `none`.
     #[arg(long, value_name = "N")]
-    concurrency: Option<u32>,
+    concurrency: Option<Limit<u32>>,
     /// Highest priority class its jobs may ask for.
     #[arg(long, value_name = "N", allow_negative_numbers = true)]
     priority_max: Option<i16>,
+}
+
+/// A number, or `none` for no limit.
+#[derive(Debug, Clone, Copy)]
+struct Limit<T>(Option<T>);
+
+impl<T: FromStr<Err = ParseIntError>> FromStr for Limit<T> {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "none" => Ok(Self(None)),
+            number => number.parse().map(|number| Self(Some(number))).map_err(|e| format!("{e}; allowed: a number, or `none`")),
+        }
+    }
+}
+
+impl Add {
+    /// What is asked for, of a tenant that is there with what stays.
+    fn request(&self, there: Option<&TenantView>) -> TenantRequest {
+        let limit = |named: Option<Limit<u32>>, there: Option<u32>| named.map_or(there, |Limit(limit)| limit);
+        TenantRequest {
+            tenant: self.name.to_string(),
+            weight: self.weight.or(there.map(|there| there.weight)),
+            active_tasks_max: self.active_tasks.map_or(there.and_then(|there| there.active_tasks_max), |Limit(limit)| limit),
+            active_jobs_max: limit(self.active_jobs, there.and_then(|there| there.active_jobs_max)),
+            concurrency: limit(self.concurrency, there.and_then(|there| there.concurrency)),
+            priority_max: self.priority_max.or(there.map(|there| there.priority_max)),
+        }
+    }
 }
 
 /// Carries it out.
@@ -56,14 +89,8 @@ pub async fn run(ctx: &Ctx, args: Args) -> Result<Exit, CliError> {
     let client = ctx.client()?;
     match args.verb {
         Verb::Add(add) => {
-            let request = TenantRequest {
-                tenant: add.name.to_string(),
-                weight: add.weight,
-                active_tasks_max: add.active_tasks,
-                active_jobs_max: add.active_jobs,
-                concurrency: add.concurrency,
-                priority_max: add.priority_max,
-            };
+            let there = client.tenants().await?;
+            let request = add.request(there.iter().find(|tenant| tenant.tenant == add.name.as_str()));
             let made = client.put_tenant(&request).await?;
             ctx.out.show(&made, || tenants_table(std::slice::from_ref(&made)))?;
             ctx.out.note(&format!("next: `volley token create --tenant {}`", made.tenant));
@@ -94,4 +121,33 @@ fn tenants_table(tenants: &[TenantView]) -> String {
     };
     let header = ["TENANT", "WEIGHT", "ACTIVE JOBS", "ACTIVE TASKS", "CONCURRENCY", "PRIORITY MAX"];
     table(&header, tenants.iter().map(row).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_not_named_stays() {
+        let there = TenantView {
+            tenant: "red".to_owned(),
+            weight: 7,
+            active_tasks: 0,
+            active_tasks_max: Some(50),
+            active_jobs: 0,
+            active_jobs_max: Some(2),
+            concurrency: Some(1),
+            priority_max: 100,
+        };
+        let add = |concurrency, weight| {
+            let name = "red".parse().expect("a name");
+            Add { name, weight, active_tasks: None, active_jobs: None, concurrency, priority_max: None }.request(Some(&there))
+        };
+        let changed = add(None, Some(9));
+        assert_eq!((changed.weight, changed.active_tasks_max, changed.active_jobs_max), (Some(9), Some(50), Some(2)));
+        assert_eq!((changed.concurrency, changed.priority_max), (Some(1), Some(100)));
+        let freed = add(Some("none".parse().expect("a limit")), None);
+        assert_eq!((freed.weight, freed.concurrency, freed.active_jobs_max), (Some(7), None, Some(2)));
+        assert!("many".parse::<Limit<u32>>().is_err());
+    }
 }

@@ -10,6 +10,7 @@
 //! | 2 | `Checkpointed`, `UploadGone`, `Uploaded`, and the uploads a submit names |
 //! | 3 | a job notes which record opened its round; a queue deadline says what was waited for; items and stored specs are named for one job; `UploadFound`; a removed job is not rerun |
 
+pub mod guest;
 pub mod live;
 pub mod plan;
 pub mod record;

@@ -1,0 +1,1 @@
+//! A guest that says anything.

@@ -23,6 +23,11 @@ const MEMORY: &str = "192M";
 const PORT: &str = "volley";
 /// Boot takes 5 seconds on an idle machine.
 pub const BOOT_TIME: Duration = Duration::from_secs(120);
+/// What guests call busybox by.
+const TOOLS: [&str; 22] = [
+    "sh", "cat", "sleep", "true", "head", "tail", "yes", "id", "ls", "hostname", "date", "stat", "sync", "wc", "od", "setsid", "cp", "rm",
+    "mkdir", "echo", "env", "kill",
+];
 /// For one command of QMP.
 const QMP_TIME: Duration = Duration::from_secs(60);
 
@@ -43,8 +48,7 @@ impl Parts {
         // The kernel takes several archives, one behind the other.
         let mut more = Archive::new();
         host::add_program(&mut more, &host.busybox, "/bin/busybox");
-        for name in ["sh", "cat", "sleep", "true", "head", "yes", "dd", "id", "ls", "hostname", "date", "mount", "stat", "sync", "wc", "od"]
-        {
+        for name in TOOLS {
             more.symlink(&Path::new("/bin").join(name), "/bin/busybox");
         }
         more.file(Path::new("/etc/passwd"), b"root:x:0:0:root:/:/bin/sh\nann:x:1000:1001:Ann:/:/bin/sh\n", 0o644);
@@ -53,6 +57,14 @@ impl Parts {
         let dir = tempfile::tempdir().unwrap();
         std::fs::write(dir.path().join("initrd"), disk).unwrap();
         Ok(Arc::new(Self { host, dir }))
+    }
+
+    /// Busybox and its names, for a directory that becomes a disk.
+    pub fn busybox_into(&self, dir: &Path) {
+        std::fs::copy(&self.host.busybox, dir.join("busybox")).unwrap();
+        for name in TOOLS {
+            std::os::unix::fs::symlink("busybox", dir.join(name)).unwrap();
+        }
     }
 }
 

@@ -95,7 +95,7 @@ pub enum Request {
     /// End everything, write out, answer, and from then on read only for a resync. Answer: [`Answer::Prepared`], the session's last.
     #[n(13)]
     PrepareSnapshot {
-        /// Processes that commands left or are may live on into the snapshot; otherwise all of them are killed.
+        /// Commands that still run may live on into the snapshot, unheard; otherwise all of them are killed.
         #[n(0)]
         keep_processes: bool,
     },

@@ -16,6 +16,7 @@ mod stats;
 mod users;
 mod verbs;
 
+use std::convert::Infallible;
 use std::sync::Arc;
 
 pub use channel::Transport;
@@ -58,11 +59,11 @@ struct Agent {
     machine: bool,
 }
 
-/// Serves the host until the channel can't come back. In a machine that is never.
+/// Serves the host, for ever.
 ///
 /// # Errors
-/// [`AgentError`]: it can't begin.
-pub fn run(options: Options) -> Result<(), AgentError> {
+/// [`AgentError`]: it can't begin, or can't wait for its channel.
+pub fn run(options: Options) -> Result<Infallible, AgentError> {
     let session = Session::new().map_err(|source| AgentError::Start { what: "making an event counter", source })?;
     let session = Arc::new(session);
     let cgroups = if options.machine {
@@ -79,8 +80,6 @@ pub fn run(options: Options) -> Result<(), AgentError> {
     let children = Children::start(session.clone()).map_err(|source| AgentError::Start { what: "starting a thread", source })?;
     let agent = Arc::new(Agent { session: session.clone(), children, cgroups, machine: options.machine });
     let served = channel::serve(options.transport, &session, || verbs::start(&agent));
-    session.end();
-    exec::kill_left(&agent);
     served.map_err(|source| AgentError::Start { what: "serving the channel", source })
 }
 

@@ -2,13 +2,13 @@
 //!
 //! Owns only how it is started. As the first process it never ends but by switching the machine off.
 
-use std::os::fd::{FromRawFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixListener;
 use std::process::ExitCode;
 
 use volley_guest::agent::{self, Options, Transport, boot};
 
-const USAGE: &str = "usage: volley-guest --fd NUMBER | --listen PATH
+const USAGE: &str = "usage: volley-guest --listen PATH | --vsock PORT
 As the first process of a machine it takes its channel from the kernel's command line instead.";
 
 fn main() -> ExitCode {
@@ -18,18 +18,14 @@ fn main() -> ExitCode {
     }
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let transport = match arguments.iter().map(String::as_str).collect::<Vec<_>>().as_slice() {
-        ["--fd", number] => by_number(number),
         ["--listen", path] => listen(path),
+        ["--vsock", port] => listen_vsock(port),
         _ => Err(USAGE.to_owned()),
     };
     let served = transport.and_then(|transport| agent::run(Options { transport, machine: false }).map_err(|e| e.to_string()));
-    match served {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(why) => {
-            eprintln!("{why}");
-            ExitCode::FAILURE
-        }
-    }
+    let Err(why) = served;
+    eprintln!("{why}");
+    ExitCode::FAILURE
 }
 
 /// Brings the machine up and serves. Whatever fails is said on the console, and the machine is switched off: the host learns of it.
@@ -38,21 +34,15 @@ fn first_process() {
         Ok(transport) => agent::run(Options { transport, machine: true }).map_err(|e| e.to_string()),
         Err(e) => Err(e.to_string()),
     };
-    if let Err(why) = served {
-        eprintln!("volley-guest: {why}");
-    }
+    let Err(why) = served;
+    eprintln!("volley-guest: {why}");
     let off = rustix::system::reboot(rustix::system::RebootCommand::PowerOff);
     eprintln!("volley-guest: the machine can't be switched off: {off:?}");
 }
 
-fn by_number(number: &str) -> Result<Transport, String> {
-    let number: i32 = number.parse().map_err(|e| format!("--fd {number}: {e}"))?;
-    // SAFETY: whoever started this passed the descriptor for this use, and nothing else here opens or closes it.
-    let stream = unsafe { OwnedFd::from_raw_fd(number) };
-    rustix::io::fcntl_setfd(&stream, rustix::io::FdFlags::CLOEXEC)
-        .and_then(|()| rustix::io::ioctl_fionbio(&stream, true))
-        .map_err(|e| format!("--fd {number}: {e}"))?;
-    Ok(Transport::Once(stream))
+fn listen_vsock(port: &str) -> Result<Transport, String> {
+    let number = port.parse().map_err(|e| format!("--vsock {port}: {e}"))?;
+    boot::listen_vsock(number).map(Transport::Listener).map_err(|e| format!("--vsock {port}: {e}"))
 }
 
 fn listen(path: &str) -> Result<Transport, String> {

@@ -127,16 +127,17 @@ impl Drop for Link {
 }
 
 /// Moves bytes until the session is over. The connection, when it was asked for.
-async fn carry(mut stream: Box<dyn Stream>, shared: Arc<Shared>) -> Option<Box<dyn Stream>> {
+async fn carry(stream: Box<dyn Stream>, shared: Arc<Shared>) -> Option<Box<dyn Stream>> {
     let mut buffer = vec![0; CHUNK_BYTES];
     let (mut out, mut sent) = (Vec::new(), 0);
+    let (mut reader, mut writer) = tokio::io::split(stream);
     loop {
         if sent == out.len() {
             out.clear();
             sent = 0;
             let mut state = shared.lock();
             if state.stop {
-                return Some(stream);
+                return Some(reader.unsplit(writer));
             }
             if state.over.is_some() {
                 return None;
@@ -149,30 +150,21 @@ async fn carry(mut stream: Box<dyn Stream>, shared: Arc<Shared>) -> Option<Box<d
             }
         }
         let rest = out.get(sent..).unwrap_or_default();
-        let (mut reader, mut writer) = tokio::io::split(&mut stream);
-        tokio::select! {
-            read = reader.read(&mut buffer) => {
-                let fed = match read {
-                    Ok(0) => Err("it hung up".to_owned()),
-                    Ok(len) => shared.lock().mux.feed(buffer.get(..len).unwrap_or_default()).map_err(|why| format!("it sent {why}")),
-                    Err(e) => Err(format!("the connection broke: {e}")),
-                };
-                match fed {
-                    Ok(()) => shared.changed.notify_waiters(),
-                    Err(why) => {
-                        shared.end(why);
-                        return None;
-                    }
-                }
-            }
-            wrote = writer.write(rest), if !rest.is_empty() => match wrote {
-                Ok(len) => sent += len,
-                Err(e) => {
-                    shared.end(format!("the connection broke: {e}"));
-                    return None;
-                }
+        let moved = tokio::select! {
+            read = reader.read(&mut buffer) => match read {
+                Ok(0) => Err("it hung up".to_owned()),
+                Ok(len) => shared.lock().mux.feed(buffer.get(..len).unwrap_or_default()).map_err(|why| format!("it sent {why}")),
+                Err(e) => Err(format!("the connection broke: {e}")),
             },
-            () = shared.wake.notified(), if rest.is_empty() => {}
+            wrote = writer.write(rest), if !rest.is_empty() => wrote.map(|len| sent += len).map_err(|e| format!("the connection broke: {e}")),
+            () = shared.wake.notified(), if rest.is_empty() => continue,
+        };
+        match moved {
+            Ok(()) => shared.changed.notify_waiters(),
+            Err(why) => {
+                shared.end(why);
+                return None;
+            }
         }
     }
 }
@@ -205,7 +197,11 @@ impl Call {
         });
         let message = next.await?;
         match wire::decode("answer", &message) {
-            Ok(Answer::Refused(refusal)) => Err(GuestError::Refused(refusal)),
+            Ok(Answer::Refused(mut refusal)) => {
+                // It is printed, and a guest must not steer terminals.
+                refusal.text = refusal.text.chars().map(|c| if c.is_control() { ' ' } else { c }).collect();
+                Err(GuestError::Refused(refusal))
+            }
             Ok(answer) => Ok(answer),
             Err(_unreadable) => Err(GuestError::Nonsense { what }),
         }

@@ -3,6 +3,8 @@
 //! `process`: the agent as an ordinary process. `machine`: the agent as the first process of a Linux guest, over a virtio port, and through
 //! snapshots. `hostile`: a guest that says anything.
 
+#![expect(clippy::unwrap_used, reason = "a failed step of a test ends the test")]
+
 #[path = "../guest/host.rs"]
 mod host;
 mod hostile;

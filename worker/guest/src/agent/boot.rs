@@ -202,7 +202,10 @@ fn open_port(name: &str) -> Result<Transport, BootError> {
 }
 
 /// Listens on a vsock port.
-fn listen_vsock(port: u32) -> io::Result<OwnedFd> {
+///
+/// # Errors
+/// What the system says.
+pub fn listen_vsock(port: u32) -> io::Result<OwnedFd> {
     /// One host connects; a second one while the first is being taken up is its own retry.
     const BACKLOG: libc::c_int = 4;
     let check = |result: libc::c_int| if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result) };

@@ -1,6 +1,6 @@
 //! Limits of commands, and the end of everything they started: cgroup v2, which a machine has to itself.
 //!
-//! Owns one group per command, below the top, where the agent stays.
+//! Owns one group for all commands, which leaves room for the agent, and in it one per command. The agent stays at the top.
 
 use std::fs::{self, File, OpenOptions};
 use std::io;
@@ -12,8 +12,14 @@ use volley_jobspecs::wire::guest::Limits;
 
 /// Where the machine's cgroups are mounted.
 pub const TOP: &str = "/sys/fs/cgroup";
-/// Name of a command's group, before its number.
+/// The group of all commands, below the top.
+const COMMANDS: &str = "commands";
+/// Name of a command's group in it, before its number.
 const PREFIX: &str = "exec-";
+/// Memory that commands leave to the agent: its threads' stacks, a window for each channel, and the tar reader.
+const RESERVED_BYTES: u64 = 24 << 20;
+/// Processes and threads that commands leave to the agent and the kernel.
+const RESERVED_PIDS: u64 = 256;
 /// The period that shares of CPU are counted in, in microseconds: the kernel's default.
 const CPU_PERIOD_US: u64 = 100_000;
 /// How long killed processes may take to go. One that waits for a disk can't be killed before that answers.
@@ -34,12 +40,24 @@ pub struct Group {
 }
 
 impl Cgroups {
-    /// Hands the controllers to the groups below.
+    /// Hands the controllers to the groups below, and keeps room for the agent: whatever commands use up, it still answers.
     ///
     /// # Errors
     /// What the system says: this kernel has no cgroup v2, or they are not mounted.
     pub fn open() -> io::Result<Self> {
-        fs::write(Path::new(TOP).join("cgroup.subtree_control"), "+memory +pids +cpu")?;
+        const CONTROLLERS: &str = "+memory +pids +cpu";
+        fs::write(Path::new(TOP).join("cgroup.subtree_control"), CONTROLLERS)?;
+        let commands = Group { dir: Path::new(TOP).join(COMMANDS) };
+        fs::create_dir_all(&commands.dir)?;
+        fs::write(commands.dir.join("cgroup.subtree_control"), CONTROLLERS)?;
+        let memory = super::stats::read().memory_total_bytes;
+        // Of a machine so small that this is half of it, half.
+        commands.set("memory.max", memory.saturating_sub(RESERVED_BYTES).max(memory / 2))?;
+        let number = |path: &str| fs::read_to_string(path).ok().and_then(|text| text.trim().parse::<u64>().ok());
+        let pids = [number("/proc/sys/kernel/threads-max"), number("/proc/sys/kernel/pid_max")].into_iter().flatten().min();
+        if let Some(pids) = pids {
+            commands.set("pids.max", pids.saturating_sub(RESERVED_PIDS).max(pids / 2))?;
+        }
         Ok(Self { next: AtomicU32::new(1) })
     }
 
@@ -48,7 +66,7 @@ impl Cgroups {
     /// # Errors
     /// What the system says.
     pub fn group(&self, limits: &Limits) -> io::Result<Group> {
-        let dir = Path::new(TOP).join(format!("{PREFIX}{}", self.next.fetch_add(1, Ordering::Relaxed)));
+        let dir = Path::new(TOP).join(COMMANDS).join(format!("{PREFIX}{}", self.next.fetch_add(1, Ordering::Relaxed)));
         fs::create_dir(&dir)?;
         let group = Group { dir };
         let set = group.limit(limits);
@@ -60,7 +78,7 @@ impl Cgroups {
 
     /// All groups there are, also those of commands that ended and left processes.
     pub fn all(&self) -> Vec<Group> {
-        let entries = fs::read_dir(TOP).into_iter().flatten().flatten();
+        let entries = fs::read_dir(Path::new(TOP).join(COMMANDS)).into_iter().flatten().flatten();
         entries
             .filter(|entry| entry.file_name().as_encoded_bytes().starts_with(PREFIX.as_bytes()))
             .map(|entry| Group { dir: entry.path() })

@@ -3,6 +3,7 @@
 //! Owns the connection and the thread that moves its bytes, in a session and while one is awaited. It waits with an edge-triggered epoll:
 //! a virtio port without a host is "hung up" all the time, and a level-triggered wait would spin. Does not know calls (`session`).
 
+use std::convert::Infallible;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
@@ -26,8 +27,6 @@ pub enum Transport {
     Port(OwnedFd),
     /// A socket that hosts connect to (vsock); a new connection takes the place of the one before.
     Listener(OwnedFd),
-    /// One connection; the agent ends with it.
-    Once(OwnedFd),
 }
 
 /// What is done with bytes that come.
@@ -55,17 +54,16 @@ enum Moved {
     HungUp,
 }
 
-/// Moves bytes until the channel can't come back. `called` is called when the host may have opened a call.
+/// Moves bytes for ever. `called` is called when the host may have opened a call.
 ///
 /// # Errors
 /// What the system says.
-pub fn serve(transport: Transport, session: &Session, called: impl Fn()) -> io::Result<()> {
+pub fn serve(transport: Transport, session: &Session, called: impl Fn()) -> io::Result<Infallible> {
     let poll = epoll::create(CreateFlags::CLOEXEC)?;
     epoll::add(&poll, session.wake_fd(), EventData::new_u64(WAKE), EventFlags::IN)?;
-    let (mut connection, listener, once) = match transport {
-        Transport::Port(port) => (Some(port), None, false),
-        Transport::Once(stream) => (Some(stream), None, true),
-        Transport::Listener(listener) => (None, Some(listener), false),
+    let (mut connection, listener) = match transport {
+        Transport::Port(port) => (Some(port), None),
+        Transport::Listener(listener) => (None, Some(listener)),
     };
     let all = EventFlags::IN | EventFlags::OUT | EventFlags::RDHUP | EventFlags::ET;
     if let Some(listener) = &listener {
@@ -99,9 +97,6 @@ pub fn serve(transport: Transport, session: &Session, called: impl Fn()) -> io::
         let Some(stream) = &connection else { continue };
         if mover.pass(stream.as_fd(), &called) == Moved::HungUp {
             mover.hang_up();
-            if once {
-                return Ok(());
-            }
             if listener.is_some() {
                 connection = None;
             }

@@ -40,8 +40,6 @@ pub struct State {
     pub quiet: bool,
     /// Processes may outlive the session.
     pub keep: bool,
-    /// The agent ends.
-    pub ended: bool,
 }
 
 impl Session {
@@ -93,12 +91,6 @@ impl Session {
         state.quiet = false;
         drop(state);
         self.notify();
-    }
-
-    /// The agent ends.
-    pub fn end(&self) {
-        self.lock().ended = true;
-        self.drop_session();
     }
 
     /// The next call and its request.

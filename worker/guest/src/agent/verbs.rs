@@ -213,7 +213,6 @@ fn shut_down(agent: &Agent, call: &Call) {
             eprintln!("volley-guest: can't switch off: {e}");
         }
     } else {
-        agent.session.end();
         std::process::exit(0);
     }
 }

@@ -102,7 +102,6 @@ pub fn unpack(stream: impl Read, dir: &OwnedFd, how: Unpack) -> Result<Files, Un
     if ended.get() {
         return Err(UnpackError::Stream(io::Error::new(io::ErrorKind::UnexpectedEof, "it is cut: it has no end mark")));
     }
-    drop(entries);
     left.set(TAIL_BYTES_MAX);
     io::copy(&mut archive.into_inner(), &mut io::sink()).map_err(UnpackError::Stream)?;
     Ok(to.tally.files)

@@ -8,11 +8,13 @@
 //!
 //! A frame is 8 bytes and what they announce: kind, channel, length (2), call (4), little end first.
 
+mod call;
 mod frame;
 
 use std::collections::{BTreeMap, VecDeque};
 
 use super::{ANSWER_BYTES_MAX, REQUEST_BYTES_MAX};
+use call::{Call, Pipe};
 use frame::{Decoder, Head, Kind};
 
 pub use frame::{FRAME_BYTES_MAX, HEAD_BYTES};
@@ -153,79 +155,6 @@ pub struct Mux {
     opened: VecDeque<u32>,
     /// After [`Broken`]: what was fed and not understood.
     unread: Vec<u8>,
-}
-
-#[derive(Debug, Default)]
-struct Call {
-    /// The message being received.
-    partial: Vec<u8>,
-    /// Messages received and not taken.
-    received: VecDeque<Vec<u8>>,
-    /// Messages to be sent, and how far the first one is.
-    sending: VecDeque<Vec<u8>>,
-    sent: usize,
-    /// The last message; it goes behind everything else.
-    last: Option<Vec<u8>>,
-    /// The agent has said its last, or the host has given up.
-    closing: bool,
-    /// The host gave up: what comes for it is dropped, nothing but its close is sent.
-    given_up: bool,
-    /// `given_up` has to be told.
-    tell_given_up: bool,
-    /// A frame of it was sent, so the other side knows it.
-    begun: bool,
-    channels: BTreeMap<u8, Pipe>,
-}
-
-/// One channel, in the one direction it has.
-#[derive(Debug)]
-struct Pipe {
-    buffer: VecDeque<u8>,
-    /// Writer: bytes the other side will still take. Reader: bytes it may still send.
-    window: u32,
-    /// Reader: read, and not yet given back.
-    owed: u32,
-    ended: bool,
-    /// Writer: the end was told.
-    end_sent: bool,
-}
-
-impl Pipe {
-    fn new() -> Self {
-        Self { buffer: VecDeque::new(), window: WINDOW_BYTES, owed: 0, ended: false, end_sent: false }
-    }
-
-    /// Writer: has everything been sent?
-    fn flushed(&self) -> bool {
-        self.buffer.is_empty() && (!self.ended || self.end_sent)
-    }
-}
-
-impl Call {
-    fn pipe(&mut self, channel: Channel) -> &mut Pipe {
-        self.channels.entry(channel.number()).or_insert_with(Pipe::new)
-    }
-
-    fn take_message(&mut self, bytes: &[u8], whole: bool, call: u32, len_max: usize) -> Result<(), Broken> {
-        if self.partial.len() + bytes.len() > len_max || self.received.len() >= MESSAGES_MAX {
-            return Err(Broken::Messages { call });
-        }
-        self.partial.extend_from_slice(bytes);
-        if whole {
-            self.received.push_back(std::mem::take(&mut self.partial));
-        }
-        Ok(())
-    }
-
-    /// Drops what is held for nobody.
-    fn give_up(&mut self) {
-        self.given_up = true;
-        self.received.clear();
-        self.partial = Vec::new();
-        for pipe in self.channels.values_mut() {
-            pipe.buffer = VecDeque::new();
-        }
-    }
 }
 
 impl Mux {
@@ -560,8 +489,10 @@ impl Mux {
             }
             let len = pipe.buffer.len().min(FRAME_BYTES_MAX).min(pipe.window as usize);
             if len > 0 {
-                let bytes: Vec<u8> = pipe.buffer.drain(..len).collect();
-                frame::put(out, Kind::Data, *channel, number, &bytes);
+                let (front, back) = pipe.buffer.as_slices();
+                let first = front.split_at(front.len().min(len)).0;
+                frame::put_parts(out, Kind::Data, *channel, number, [first, back.split_at(len - first.len()).0]);
+                pipe.buffer.drain(..len);
                 pipe.window -= u32::try_from(len).unwrap_or(pipe.window);
                 sent = true;
             }
@@ -578,24 +509,6 @@ impl Mux {
             }
         }
         sent
-    }
-}
-
-impl Call {
-    /// One frame of the first message. False when there is none.
-    fn send_message(&mut self, number: u32, out: &mut Vec<u8>) -> bool {
-        let Some(message) = self.sending.front() else { return false };
-        let rest = message.get(self.sent..).unwrap_or_default();
-        let (now, later) = rest.split_at(rest.len().min(FRAME_BYTES_MAX));
-        let whole = later.is_empty();
-        self.begun = true;
-        frame::put(out, if whole { Kind::Message } else { Kind::Part }, 0, number, now);
-        self.sent += now.len();
-        if whole {
-            self.sending.pop_front();
-            self.sent = 0;
-        }
-        true
     }
 }
 

@@ -60,11 +60,16 @@ pub struct Head {
 
 /// Appends a frame. `body` has at most [`FRAME_BYTES_MAX`] bytes.
 pub fn put(out: &mut Vec<u8>, kind: Kind, channel: u8, call: u32, body: &[u8]) {
-    let body = body.get(..FRAME_BYTES_MAX).unwrap_or(body);
+    put_parts(out, kind, channel, call, [body, &[]]);
+}
+
+/// Appends a frame whose body lies in two parts, of at most [`FRAME_BYTES_MAX`] bytes together.
+pub fn put_parts(out: &mut Vec<u8>, kind: Kind, channel: u8, call: u32, body: [&[u8]; 2]) {
+    let len = body.iter().map(|part| part.len()).sum::<usize>();
     out.extend_from_slice(&[kind as u8, channel]);
-    out.extend_from_slice(&u16::try_from(body.len()).unwrap_or_default().to_le_bytes());
+    out.extend_from_slice(&u16::try_from(len).unwrap_or_default().to_le_bytes());
     out.extend_from_slice(&call.to_le_bytes());
-    out.extend_from_slice(body);
+    body.into_iter().for_each(|part| out.extend_from_slice(part));
 }
 
 /// Takes frames from pieces of a stream.

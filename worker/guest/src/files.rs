@@ -4,7 +4,7 @@
 //! guest's streams, and an agent does not trust what lies in its directories. Symbolic links are kept and never followed; devices,
 //! sockets and pipes are left out and reported. Does not own which files.
 
-mod below;
+pub(crate) mod below;
 mod pack;
 mod unpack;
 

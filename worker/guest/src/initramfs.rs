@@ -56,11 +56,11 @@ pub enum InitramfsError {
 }
 
 /// Builds a RAM disk: the agent as the first program, and modules of the kernel it is for. `modules` is that kernel's directory
-/// (`/lib/modules/VERSION`); none when it has everything built in.
+/// (`/lib/modules/VERSION`); none when it has everything built in. `names` are those that go in, usually [`MODULES`], with what they need.
 ///
 /// # Errors
 /// [`InitramfsError`].
-pub fn build(agent: &Path, modules: Option<&Path>) -> Result<Vec<u8>, InitramfsError> {
+pub fn build(agent: &Path, modules: Option<&Path>, names: &[&str]) -> Result<Vec<u8>, InitramfsError> {
     let binary = read(agent)?;
     if !is_static(&binary) {
         return Err(InitramfsError::NotStatic { path: agent.to_owned() });
@@ -69,7 +69,7 @@ pub fn build(agent: &Path, modules: Option<&Path>) -> Result<Vec<u8>, InitramfsE
     archive.file(Path::new("/init"), &binary, 0o755);
     if let Some(dir) = modules {
         let mut list = String::new();
-        for file in load_order(dir, &MODULES)? {
+        for file in load_order(dir, names)? {
             let name = file.file_name().unwrap_or_default();
             archive.file(&Path::new(MODULES_DIR).join(name), &read(&file)?, 0o644);
             list.push_str(&name.to_string_lossy());

@@ -13,7 +13,7 @@ fn it_is_static_and_goes_into_a_ram_disk() {
     const BYTES_MAX: usize = 4 << 20;
     assert!(binary.len() < BYTES_MAX, "{} bytes", binary.len());
     assert_eq!(initramfs::find_agent().unwrap().file_name(), agent.file_name());
-    let disk = initramfs::build(agent, None).unwrap();
+    let disk = initramfs::build(agent, None, &initramfs::MODULES).unwrap();
     assert!(disk.starts_with(b"070701") && disk.len() > binary.len());
 }
 

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
 use minicbor::bytes::ByteArray;
-use tokio::io::AsyncWriteExt;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use volley_guest::files::Unpack;
 use volley_jobspecs::wire::guest::mux::Channel;
 use volley_jobspecs::wire::guest::{Disk, Exec, Exit, Get, Identity, Limits, Mount, Put, RefusalKind, User};
@@ -76,7 +76,8 @@ async fn limits_hold(guest: &Guest) {
         run(guest, &Exec { timeout_ms: Some(300), grace_ms: 200, ..shell("trap '' TERM; exec >&- 2>&-; while :; do sleep 1; done") }).await;
     assert_eq!((end.ended.exit, end.ended.timed_out), (Exit::Signal(9), true));
     let named = |name: &str| Some(User::Named(name.to_owned()));
-    assert_eq!(run(guest, &Exec { user: named("ann"), ..shell("id -u; id -G") }).await.output, "1000\n1001 50\n");
+    let end = run(guest, &Exec { user: named("ann"), ..shell("id -u; id -G; echo again > /dev/stdout; echo err > /dev/stderr") }).await;
+    assert_eq!((end.output.as_str(), end.errors.as_str()), ("1000\n1001 50\nagain\n", "err\n"));
     assert!(
         matches!(guest.exec(&Exec { user: named("bob"), ..shell("true") }).await, Err(GuestError::Refused(r)) if r.kind == RefusalKind::NotFound)
     );
@@ -202,7 +203,6 @@ async fn a_machine_saved_in_the_middle_of_a_frame_takes_up_a_new_session() {
 
 /// Begins a session by hand, and leaves the agent in the middle of a frame.
 async fn guest_with_half_a_frame(stream: &mut Box<dyn volley_worker::guest::Stream>) -> Vec<u8> {
-    use tokio::io::AsyncReadExt;
     use volley_jobspecs::wire::guest::resync::{FRAME_BYTES, From, Resync, Scanner};
     let resync = Resync { nonce: [7; 32], attempt: 1, reseed: false };
     stream.write_all(&resync.encode(From::Host)).await.unwrap();
@@ -237,6 +237,55 @@ async fn processes_live_on_only_where_that_is_wanted() {
     let (guest, _) = Guest::connect(stream, [31; 32], true, SOON).await.unwrap();
     guest.reseed([31; 64]).await.unwrap();
     assert_eq!(output(&guest, "rm /tmp/tick; sleep 1; [ -e /tmp/tick ] || echo quiet").await, "quiet");
+}
+
+/// A connection to the vsock port, through a command in the machine that joins it to its streams.
+fn tunnel(guest: &Arc<Guest>, port: u32) -> Box<tokio::io::DuplexStream> {
+    let (near, far) = tokio::io::duplex(64 * 1024);
+    let guest = guest.clone();
+    tokio::spawn(async move {
+        let command = guest.exec(&Exec { input: true, ..shell(&format!("exec vsock {port}")) }).await.unwrap();
+        let (mut from, mut to) = tokio::io::split(far);
+        let inward = async {
+            let mut buffer = [0; 4096];
+            while let Ok(len @ 1..) = from.read(&mut buffer).await {
+                command.write(&buffer[..len]).await.unwrap();
+            }
+        };
+        let outward = async {
+            let mut buffer = [0; 4096];
+            while let Ok(len @ 1..) = command.read(Channel::Output, &mut buffer).await {
+                if to.write_all(&buffer[..len]).await.is_err() {
+                    break;
+                }
+            }
+        };
+        // Either end is the end of the connection.
+        tokio::select! { () = inward => {}, () = outward => {} }
+    });
+    Box::new(near)
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_agent_listens_on_vsock() {
+    let Some(parts) = parts() else { return };
+    let machine = Machine::boot(&parts, &[], "");
+    let guest = Arc::new(machine.guest(1, false).await.unwrap().0);
+    let _listening = guest.exec(&shell("exec /init --vsock 5000")).await.unwrap();
+    // Three sessions: the first is dropped in the middle of a command, the second takes the place of a living one.
+    let script = shell("busybox dd if=/dev/zero bs=65536 count=16; echo over >&2");
+    for nonce in [40, 41, 42] {
+        tokio::time::sleep(Duration::from_millis(300)).await;
+        let (inner, _) = Guest::connect(tunnel(&guest, 5000), [nonce; 32], false, SOON).await.unwrap();
+        let end = run(&inner, &script).await;
+        assert_eq!((end.output.len(), end.errors.lines().last()), (1 << 20, Some("over")));
+        let _cut = inner.exec(&shell("exec yes")).await.unwrap();
+        if nonce == 41 {
+            let (next, _) = Guest::connect(tunnel(&guest, 5000), [50; 32], false, SOON).await.unwrap();
+            assert!(matches!(inner.hello().await, Err(GuestError::Lost(_))), "the newer connection counts");
+            assert_eq!(output(&next, "echo next").await, "next");
+        }
+    }
 }
 
 /// A disk image with an ext4 file system that holds what lies in `from`; none, and the reason is printed.

@@ -44,10 +44,14 @@ impl Parts {
         let modules =
             host::part("VOLLEY_GUEST_MODULES", "modules").filter(|dir| dir.is_dir()).ok_or("no guest modules (VOLLEY_GUEST_MODULES)")?;
         let agent = initramfs::find_agent().map_err(|e| e.to_string())?;
-        let mut disk = initramfs::build(&agent, Some(&modules)).unwrap();
+        // Besides what machines have: vsock to oneself, for the test of vsock.
+        let names = [&initramfs::MODULES[..], &["vsock_loopback"]].concat();
+        let mut disk = initramfs::build(&agent, Some(&modules), &names).unwrap();
         // The kernel takes several archives, one behind the other.
         let mut more = Archive::new();
         host::add_program(&mut more, &host.busybox, "/bin/busybox");
+        let tests = std::env::current_exe().unwrap();
+        host::add_program(&mut more, &tests.parent().unwrap().parent().unwrap().join("examples/vsock"), "/bin/vsock");
         for name in TOOLS {
             more.symlink(&Path::new("/bin").join(name), "/bin/busybox");
         }

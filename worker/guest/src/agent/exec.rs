@@ -20,6 +20,7 @@ use super::cgroup::Group;
 use super::children::Status;
 use super::session::{Call, refused};
 use super::users::{self, Ids};
+use crate::files::below;
 
 /// Bytes moved between a pipe and the channel at once: a pipe holds as many.
 const CHUNK_BYTES: usize = 64 * 1024;
@@ -101,7 +102,7 @@ fn start(agent: &Agent, call: &Call, exec: &Exec) -> Result<Running, Answer> {
     let group = group.map_err(|e| refused("making a cgroup", &e))?;
     let mut command = Command::new(program);
     command.args(arguments).env_clear().envs(exec.env.iter().map(|(name, value)| (name, value)));
-    let made = streams(&mut command, exec.input).and_then(|ends| {
+    let made = streams(&mut command, exec.input, ids.as_ref()).and_then(|ends| {
         prepare(&mut command, group.as_ref(), ids, cwd, exec.limits.open_files)?;
         Ok(ends)
     });
@@ -147,10 +148,13 @@ fn ids(user: Option<&User>) -> Result<Option<Ids>, Answer> {
     }
 }
 
-/// Gives the command its streams; returns the agent's ends of input, output and errors.
-fn streams(command: &mut Command, input: bool) -> io::Result<(Option<OwnedFd>, OwnedFd, OwnedFd)> {
+/// Gives the command its streams, which are its user's, so that it can open them by name (/dev/stdout). Returns the agent's ends of input,
+/// output and errors.
+fn streams(command: &mut Command, input: bool, ids: Option<&Ids>) -> io::Result<(Option<OwnedFd>, OwnedFd, OwnedFd)> {
+    let owner = ids.map(|ids| (ids.uid, ids.gid));
     let mine_of_input = if input {
         let (theirs, mine) = io::pipe()?;
+        below::own(&theirs, owner)?;
         command.stdin(Stdio::from(theirs));
         Some(OwnedFd::from(mine))
     } else {
@@ -158,6 +162,8 @@ fn streams(command: &mut Command, input: bool) -> io::Result<(Option<OwnedFd>, O
         None
     };
     let ((output, their_output), (errors, their_errors)) = (io::pipe()?, io::pipe()?);
+    below::own(&their_output, owner)?;
+    below::own(&their_errors, owner)?;
     command.stdout(Stdio::from(their_output)).stderr(Stdio::from(their_errors));
     Ok((mine_of_input, output.into(), errors.into()))
 }

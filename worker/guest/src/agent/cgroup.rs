@@ -22,8 +22,9 @@ const RESERVED_BYTES: u64 = 24 << 20;
 const RESERVED_PIDS: u64 = 256;
 /// The period that shares of CPU are counted in, in microseconds: the kernel's default.
 const CPU_PERIOD_US: u64 = 100_000;
-/// How long killed processes may take to go. One that waits for a disk can't be killed before that answers.
-const KILL_WAIT: Duration = Duration::from_secs(10);
+/// How long killed processes may take to go: a thousand of them take ten seconds in an emulated machine. One that waits for a disk goes
+/// only when that answers.
+const KILL_WAIT: Duration = Duration::from_secs(30);
 /// Between looks.
 const KILL_LOOK: Duration = Duration::from_millis(5);
 

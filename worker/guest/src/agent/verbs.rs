@@ -18,7 +18,7 @@ use super::{Agent, disks, exec, identity, stats};
 use crate::files::{PackError, Unpack, UnpackError, pack, unpack};
 
 /// How long other calls may take to end before a snapshot. Longer than killing takes.
-const PREPARE_WAIT: Duration = Duration::from_secs(20);
+const PREPARE_WAIT: Duration = Duration::from_secs(40);
 /// How long the answer to a shutdown may take to be sent.
 const SHUTDOWN_WAIT: Duration = Duration::from_secs(2);
 /// All bits of a mode: in a machine of its own a task may have what it wants.

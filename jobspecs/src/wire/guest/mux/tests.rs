@@ -266,7 +266,7 @@ proptest! {
                 Step::Carry(true, piece) => { carry(&mut host, &mut guest, piece); }
                 Step::Carry(false, piece) => { carry(&mut guest, &mut host, piece); }
             }
-            prop_assert!(held(&host) <= 2 * WINDOW_BYTES as usize && held(&guest) <= WINDOW_BYTES as usize + 2 * SEND_BYTES_MAX);
+            prop_assert!(held(&host) <= 2 * WINDOW_BYTES as usize + SEND_BYTES_MAX && held(&guest) <= WINDOW_BYTES as usize + 2 * SEND_BYTES_MAX);
         }
         host.end(call, Channel::Input);
         guest.finish(call, vec![9]);
@@ -280,5 +280,133 @@ proptest! {
         prop_assert_eq!((read[1], read[2]), (written[1], written[2]));
         prop_assert_eq!(host.message(call), Some(vec![9]));
         prop_assert!(host.is_over(call));
+    }
+}
+
+/// What either end may do at any moment, with bytes on the way in both directions.
+#[derive(Debug, Clone)]
+enum Move {
+    Open(usize),
+    Say(usize),
+    HostWrite(usize, usize),
+    HostEnd(usize),
+    GiveUp(usize),
+    HostRead(usize),
+    Accept,
+    GuestSay(usize),
+    GuestWrite(usize, usize),
+    GuestRead(usize),
+    Finish(usize),
+    Abandon(usize),
+    Send(bool, usize),
+    Deliver(bool, usize),
+}
+
+fn any_move() -> impl Strategy<Value = Move> {
+    let (call, len) = (0usize..6, 0usize..60_000);
+    prop_oneof![
+        2 => (0usize..40_000).prop_map(Move::Open),
+        1 => call.clone().prop_map(Move::Say),
+        2 => (call.clone(), len.clone()).prop_map(|(call, len)| Move::HostWrite(call, len)),
+        1 => call.clone().prop_map(Move::HostEnd),
+        1 => call.clone().prop_map(Move::GiveUp),
+        2 => call.clone().prop_map(Move::HostRead),
+        3 => Just(Move::Accept),
+        1 => call.clone().prop_map(Move::GuestSay),
+        3 => (call.clone(), len.clone()).prop_map(|(call, len)| Move::GuestWrite(call, len)),
+        2 => call.clone().prop_map(Move::GuestRead),
+        1 => call.clone().prop_map(Move::Finish),
+        1 => call.prop_map(Move::Abandon),
+        6 => (any::<bool>(), len.clone()).prop_map(|(to_guest, len)| Move::Send(to_guest, len)),
+        8 => (any::<bool>(), len).prop_map(|(to_guest, len)| Move::Deliver(to_guest, len)),
+    ]
+}
+
+/// Both ends, and what is on the way.
+struct World {
+    host: Mux,
+    guest: Mux,
+    to_guest: VecDeque<u8>,
+    to_host: VecDeque<u8>,
+    /// Calls the host opened, and those the guest took up.
+    opened: Vec<u32>,
+    accepted: Vec<u32>,
+}
+
+impl World {
+    fn send(&mut self, to_guest: bool, len: usize) {
+        let (from, way) = if to_guest { (&mut self.host, &mut self.to_guest) } else { (&mut self.guest, &mut self.to_host) };
+        let mut out = Vec::new();
+        from.fill(&mut out, len);
+        way.extend(out);
+    }
+
+    fn deliver(&mut self, to_guest: bool, len: usize) {
+        let (to, way) = if to_guest { (&mut self.guest, &mut self.to_guest) } else { (&mut self.host, &mut self.to_host) };
+        let bytes: Vec<u8> = way.drain(..len.min(way.len())).collect();
+        to.feed(&bytes).expect("neither end breaks the rules");
+    }
+
+    fn make(&mut self, step: Move) {
+        let host_call = |opened: &[u32], at: usize| opened.get(at).copied().unwrap_or(99);
+        match step {
+            Move::Open(len) => self.opened.extend(self.host.open(vec![1; len])),
+            Move::Say(at) => drop(self.host.say(host_call(&self.opened, at), vec![2; 3])),
+            Move::HostWrite(at, len) => drop(self.host.write(host_call(&self.opened, at), Channel::Input, &vec![3; len])),
+            Move::HostEnd(at) => self.host.end(host_call(&self.opened, at), Channel::Input),
+            Move::GiveUp(at) => self.host.give_up(host_call(&self.opened, at)),
+            Move::HostRead(at) => {
+                let call = host_call(&self.opened, at);
+                let _ = (read_all(&mut self.host, call, Channel::Output), self.host.message(call));
+            }
+            Move::Accept => self.accepted.extend(self.guest.accept().map(|(call, _)| call)),
+            Move::GuestSay(at) => drop(self.guest.say(host_call(&self.accepted, at), vec![4; 3])),
+            Move::GuestWrite(at, len) => drop(self.guest.write(host_call(&self.accepted, at), Channel::Output, &vec![5; len])),
+            Move::GuestRead(at) => drop(read_all(&mut self.guest, host_call(&self.accepted, at), Channel::Input)),
+            Move::Finish(at) => self.guest.finish(host_call(&self.accepted, at), vec![6; 9]),
+            Move::Abandon(at) => self.guest.abandon_others(host_call(&self.accepted, at)),
+            Move::Send(to_guest, len) => self.send(to_guest, len),
+            Move::Deliver(to_guest, len) => self.deliver(to_guest, len),
+        }
+    }
+
+    /// Nothing new is wanted: everything that was begun must end.
+    fn settle(&mut self) {
+        for _ in 0..200 {
+            for to_guest in [true, false] {
+                self.send(to_guest, 100_000);
+                self.deliver(to_guest, usize::MAX);
+            }
+            while let Some((call, _)) = self.guest.accept() {
+                self.accepted.push(call);
+            }
+            for call in self.accepted.clone() {
+                self.guest.finish(call, vec![7]);
+            }
+            for call in self.opened.clone() {
+                let _ = (read_all(&mut self.host, call, Channel::Output), self.host.message(call));
+                if self.host.is_over(call) {
+                    self.host.give_up(call);
+                }
+            }
+        }
+    }
+}
+
+proptest! {
+    #[test]
+    fn whatever_crosses_on_the_way_every_call_ends(steps in proptest::collection::vec(any_move(), 0..150)) {
+        let (host, guest) = pair();
+        let way = VecDeque::new();
+        let mut world = World { host, guest, to_guest: way.clone(), to_host: way, opened: Vec::new(), accepted: Vec::new() };
+        for step in steps {
+            // At most as many as a session takes is the host's own rule.
+            if !matches!(step, Move::Open(_)) || world.opened.len() < 6 {
+                world.make(step);
+            }
+        }
+        world.settle();
+        prop_assert_eq!((world.host.open_calls(), world.guest.open_calls()), (0, 0));
+        prop_assert!(world.host.is_flushed() && world.guest.is_flushed());
     }
 }

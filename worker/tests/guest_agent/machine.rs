@@ -168,8 +168,11 @@ async fn clones_of_a_machine_saved_under_load_are_reachable_and_unlike() {
         for name in ["/dev/urandom", "/proc/sys/kernel/random/uuid", "/proc/sys/kernel/random/boot_id"] {
             assert!(drawn.insert(output(&guest, &format!("head -c 32 {name} | od -t x1")).await), "{name}");
         }
-        // The host goes and comes back; in between the agent waits and does not spin.
+        // The host goes, with a channel full, and comes back; in between the agent waits and does not spin.
+        let noisy = guest.exec(&shell("exec yes")).await.unwrap();
+        tokio::time::sleep(Duration::from_millis(500)).await;
         drop(guest);
+        drop(noisy);
         tokio::time::sleep(Duration::from_millis(500)).await;
         let (before, begin) = (machine.cpu_ms(), Instant::now());
         tokio::time::sleep(Duration::from_secs(2)).await;

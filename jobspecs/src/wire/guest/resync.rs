@@ -24,6 +24,12 @@ pub const FILLER_BYTES: usize = super::mux::HEAD_BYTES + super::mux::FRAME_BYTES
 /// No kind of frame in a session, and no part of a magic.
 pub const FILLER: u8 = 0;
 
+/// Is this first byte of what should be a frame of a session that of a resync, or of its filler?
+#[must_use]
+pub fn begins_with(byte: u8) -> bool {
+    byte == FILLER || CALL.first() == Some(&byte)
+}
+
 /// Names a session.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Resync {

@@ -10,7 +10,8 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
 use rustix::io::Errno;
 use rustix::net::SocketFlags;
-use volley_jobspecs::wire::guest::resync::{From, Scanner};
+use volley_jobspecs::wire::guest::mux::Broken;
+use volley_jobspecs::wire::guest::resync::{self, From, Scanner};
 
 use super::session::Session;
 
@@ -175,9 +176,11 @@ impl Mover<'_> {
                             left.clear();
                             self.session.notify();
                         }
-                        // Most likely the host has begun a new session and this side did not hear the old one end.
                         Some((why, rest)) => {
-                            eprintln!("volley-guest: session over: {why}");
+                            // Usually the host begins a new session, and this side did not hear the old one end.
+                            if !matches!(why, Broken::Kind { kind } if resync::begins_with(kind)) {
+                                eprintln!("volley-guest: session over: {why}");
+                            }
                             left = rest;
                             self.hang_up();
                         }

@@ -78,8 +78,9 @@ pub struct Guest {
 }
 
 impl Guest {
-    /// Begins a session on a connection that was made before the machine ran, or runs. `nonce` must be fresh from the host's generator;
-    /// `reseed` tells the agent to do nothing before a reseed. What came before the echo of the nonce is thrown away.
+    /// Begins a session. The connection must have been made before a machine's saved state was loaded, and this be called once the machine
+    /// runs: bytes sent to one that stands still never reach it. `nonce` must be fresh from the host's generator; `reseed` tells the agent
+    /// to do nothing before a reseed. What came before the echo of the nonce is thrown away.
     ///
     /// # Errors
     /// [`GuestError::Lost`], [`GuestError::Silent`], [`GuestError::Protocol`].

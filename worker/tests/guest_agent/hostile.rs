@@ -139,8 +139,11 @@ async fn answers_that_make_no_sense_fail_their_call_alone() {
     assert!(matches!(ran, Err(GuestError::Nonsense { .. })));
     let (ran, ()) = tokio::join!(session.stats(), async { guest.write_all(&frame(6, 0, 4, &[])).await.unwrap() });
     assert!(matches!(ran, Err(GuestError::Nonsense { .. })));
+    let red = Answer::Refused(Refusal::new(RefusalKind::System, "\x1b[31mred\nline"));
+    let (ran, ()) = tokio::join!(session.thaw("/"), async { guest.write_all(&answer(5, &red)).await.unwrap() });
+    assert_eq!(ran.unwrap_err().to_string(), "the machine's agent refused:  [31mred line", "a guest can't steer a terminal");
     let (ran, ()) = tokio::join!(session.freeze("/"), async {
-        guest.write_all(&[answer(5, &Answer::Done), frame(6, 0, 5, &[])].concat()).await.unwrap();
+        guest.write_all(&[answer(6, &Answer::Done), frame(6, 0, 6, &[])].concat()).await.unwrap();
     });
     ran.unwrap();
 }

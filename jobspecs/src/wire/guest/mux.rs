@@ -30,6 +30,9 @@ pub const CALLS_MAX: usize = 64;
 /// Messages of one call that were not taken yet. A call has two or three in its life.
 pub const MESSAGES_MAX: usize = 8;
 
+/// Bytes the host takes for a call it has given up, with heads: all that an honest agent can have had on the way when it heard of it.
+const GIVEN_UP_BYTES_MAX: usize = 4 * WINDOW_BYTES as usize + MESSAGES_MAX * ANSWER_BYTES_MAX;
+
 /// A channel of a call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Channel {
@@ -234,7 +237,12 @@ impl Mux {
                 call.give_up();
                 Ok(())
             }
-            _ if call.given_up => Ok(()),
+            _ if call.given_up => {
+                // Dropped; but nobody may keep this side busy with it for ever.
+                call.dropped = call.dropped.saturating_add(HEAD_BYTES + body.len());
+                let too_much = self.side == Side::Host && call.dropped > GIVEN_UP_BYTES_MAX;
+                if too_much { Err(Broken::Messages { call: number }) } else { Ok(()) }
+            }
             Kind::Message | Kind::Part => call.take_message(body, kind == Kind::Message, number, len_max),
             Kind::Data => self.take_data(number, channel, body),
             Kind::End => {
@@ -261,7 +269,8 @@ impl Mux {
         let more = body.try_into().map(u32::from_le_bytes).map_err(|_| Broken::Length { kind: Kind::Credit as u8, len: body.len() })?;
         let call = self.calls.get_mut(&number).ok_or(Broken::Call { call: number })?;
         let pipe = call.pipe(known);
-        let window = pipe.window.checked_add(more).filter(|window| *window <= WINDOW_BYTES);
+        // None at all would be a frame that may come without end.
+        let window = pipe.window.checked_add(more).filter(|window| *window <= WINDOW_BYTES && more > 0);
         pipe.window = window.ok_or(Broken::Window { call: number })?;
         Ok(())
     }

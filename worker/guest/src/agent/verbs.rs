@@ -189,16 +189,21 @@ fn prepare_snapshot(agent: &Agent, call: &Call, keep_processes: bool) {
         call.mux(state).map_or(Some(false), |mux| (mux.open_calls() <= 1).then_some(true))
     });
     if alone != Some(true) {
-        agent.session.lock().preparing = false;
+        give_up_preparing(agent);
         return call.finish(&Answer::Refused(Refusal::new(RefusalKind::System, "other calls do not end")));
     }
     let left = if keep_processes { 0 } else { exec::kill_left(agent) };
     if left > 0 {
-        agent.session.lock().preparing = false;
+        give_up_preparing(agent);
         return call.finish(&Answer::Refused(Refusal::new(RefusalKind::System, format!("{left} processes can't be killed"))));
     }
     rustix::fs::sync();
     call.finish_session(&Answer::Prepared { kept: exec::count_left(agent) });
+}
+
+fn give_up_preparing(agent: &Agent) {
+    let mut state = agent.session.lock();
+    (state.preparing, state.keep) = (false, false);
 }
 
 fn shut_down(agent: &Agent, call: &Call) {

@@ -23,6 +23,8 @@ pub struct Call {
     pub closing: bool,
     /// The host gave up: what comes for it is dropped, nothing but its close is sent.
     pub given_up: bool,
+    /// Bytes that came since.
+    pub dropped: usize,
     /// `given_up` has to be told.
     pub tell_given_up: bool,
     /// A frame of it was sent, so the other side knows it.

@@ -148,6 +148,17 @@ fn a_guest_that_breaks_the_rules_ends_its_session() {
         assert!(fed.iter().any(Result::is_err), "{what}");
         assert!(fed[..fed.len() - 1].iter().all(Result::is_ok), "{what}: not before the last");
     }
+    // Nothing that costs it nothing may come for ever, not even for a call that was given up.
+    for endless in [one_frame(4, 1, 1, &[0; 4]), one_frame(1, 0, 1, &[]), one_frame(3, 2, 1, b"x"), one_frame(2, 0, 1, b"x")] {
+        for given_up in [false, true] {
+            let mut host = Mux::new(Side::Host);
+            host.open(vec![1]).unwrap();
+            if given_up {
+                host.give_up(1);
+            }
+            assert!((0..1_000_000).any(|_| host.feed(&endless).is_err()), "{endless:?} {given_up}");
+        }
+    }
     let mut host = Mux::new(Side::Host);
     let call = host.open(vec![1]).unwrap();
     host.feed(&one_frame(6, 0, call, &[])).unwrap();
@@ -172,8 +183,8 @@ fn hostile() -> impl Strategy<Value = Vec<u8>> {
         0..FRAME_BYTES_MAX,
     )
         .prop_map(|(kind, channel, call, len)| match kind {
-            // Its own window was never used: only nothing can be given back.
-            4 => one_frame(kind, 1, call, &[0; 4]),
+            // What the host wrote, and no more.
+            4 => one_frame(kind, 1, call, &100u32.to_le_bytes()),
             5 | 6 => one_frame(kind, channel, call, &[]),
             _ => one_frame(kind, channel, call, &vec![9; len.max(1)]),
         });
@@ -205,6 +216,10 @@ proptest! {
     fn a_hostile_guest_neither_panics_nor_fills_the_host(frames in proptest::collection::vec(hostile(), 0..120), piece in 1usize..50_000) {
         let mut host = Mux::new(Side::Host);
         let calls = [host.open(vec![1]).unwrap(), host.open(vec![2]).unwrap()];
+        for call in calls {
+            let _ = host.write(call, Channel::Input, &[8; 1000]);
+        }
+        host.fill(&mut Vec::new(), 1 << 20);
         let bytes = frames.concat();
         for (at, part) in bytes.chunks(piece).enumerate() {
             if host.feed(part).is_err() {

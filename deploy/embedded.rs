@@ -9,13 +9,19 @@ use std::os::fd::{AsRawFd as _, BorrowedFd};
 use std::os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
+use std::sync::Arc;
 use std::time::Duration;
 
 use rustix::fs::FlockOperation;
 use rustix::io::FdFlags;
 use serde::{Deserialize, Serialize};
-use tokio::process::{Child, Command};
+use tokio::io::{AsyncBufReadExt as _, BufReader};
+use tokio::process::{Child, ChildStderr, Command};
+use tokio::sync::Notify;
+use tokio::time::Instant;
 use volley_coordinator::io::bus::NatsConfig;
+
+use crate::room::Room;
 
 /// The one user of NATS.
 const USER: &str = "volley";
@@ -23,6 +29,16 @@ const USER: &str = "volley";
 const START_PATIENCE: Duration = Duration::from_secs(20);
 /// How long it may take to end before it is killed.
 const STOP_PATIENCE: Duration = Duration::from_secs(10);
+
+/// What the server writes to its log when it can't write a stream for want of room. It never tries that stream again (2.15, measured), so
+/// it must be started anew.
+const NO_ROOM: &str = "no space left on device";
+/// Pause before one that ended is started again.
+const RESTART_PAUSE: Duration = Duration::from_millis(500);
+/// A server that ends so soon after its start would do so again.
+const SHORT_LIFE: Duration = Duration::from_secs(5);
+/// After so many short lives in a row it is given up.
+const SHORT_LIVES_MAX: u32 = 5;
 
 /// How long a server whose `volley up` was killed may take to be gone.
 const HOLD_PATIENCE: Duration = Duration::from_secs(5);
@@ -105,6 +121,10 @@ fn write_private(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
 /// A nats-server that ends with this process.
 pub struct Nats {
     child: Child,
+    /// It has met a full disk.
+    full: Arc<Notify>,
+    dir: PathBuf,
+    password: String,
     /// How to reach it.
     pub config: NatsConfig,
 }
@@ -112,62 +132,56 @@ pub struct Nats {
 impl Nats {
     /// Starts one on a free port of this host, with its data under `dir`.
     pub async fn start(dir: &Path, secrets: &Secrets) -> Result<Self, String> {
-        let binary = find()?;
         let dir = dir.join("nats");
         make_private_dir(&dir)?;
-        let held = hold(&dir).await?;
-        let ports = dir.join("ports");
-        make_private_dir(&ports)?;
-        // Left by a server that was killed; it would be taken for the new one's.
-        for old in std::fs::read_dir(&ports).into_iter().flatten().flatten() {
-            let _ = std::fs::remove_file(old.path());
-        }
-        let file = dir.join("server.conf");
-        let text = format!(
-            "host: 127.0.0.1\nport: -1\nserver_name: volley\nports_file_dir: \"{}\"\nmax_payload: 1MB\n\
-             jetstream {{ store_dir: \"{}\", sync_interval: always }}\n\
-             authorization {{ user: {USER}, password: \"{}\" }}\n",
-            ports.display(),
-            dir.join("data").display(),
-            secrets.nats_password
-        );
-        write_private(&file, text.as_bytes()).map_err(|e| format!("can't write {}: {e}", file.display()))?;
-        let log = File::create(dir.join("server.log")).map_err(|e| format!("can't write in {}: {e}", dir.display()))?;
-        let mut command = Command::new(&binary);
-        command.arg("-c").arg(&file).stdin(Stdio::null()).stdout(Stdio::null()).stderr(log).kill_on_drop(true);
-        // Its own process group: Ctrl-C must reach it only after everything that needs it has ended.
-        command.process_group(0);
-        let child = spawn(command, held).await.map_err(|e| format!("can't run {}: {e}", binary.display()))?;
-        let mut nats = Self { child, config: NatsConfig::default() };
-        let url = nats.wait(&ports, &dir).await?;
-        nats.config = NatsConfig { url, user: Some((USER.to_owned(), secrets.nats_password.clone())), credentials: None };
-        Ok(nats)
+        let password = secrets.nats_password.clone();
+        // The system chooses a port; those that come after take the same, so that everything finds them.
+        let (child, full, url) = begin(&dir, -1, &password).await?;
+        let config = NatsConfig { url, user: Some((USER.to_owned(), password.clone())), credentials: None };
+        Ok(Self { child, full, dir, password, config })
     }
 
-    async fn wait(&mut self, ports: &Path, dir: &Path) -> Result<String, String> {
-        let started = tokio::time::Instant::now();
-        while started.elapsed() < START_PATIENCE {
-            if let Ok(Some(status)) = self.child.try_wait() {
-                return Err(format!("nats-server ended at once ({status}); see {}", dir.join("server.log").display()));
+    /// Keeps it running: one that ended, or met a full disk, is started again when there is room. Returns why that can't go on.
+    pub async fn keep(&mut self, room: &Room) -> String {
+        let mut short_lives = 0;
+        loop {
+            let began = Instant::now();
+            let why = tokio::select! {
+                ended = self.child.wait() => match ended {
+                    Ok(status) => format!("nats-server ended ({status})"),
+                    Err(error) => format!("nats-server was lost: {error}"),
+                },
+                () = self.full.notified() => "nats-server met a full disk".to_owned(),
+            };
+            short_lives = if began.elapsed() < SHORT_LIFE { short_lives + 1 } else { 0 };
+            let log = self.dir.join("server.log");
+            if short_lives >= SHORT_LIVES_MAX {
+                return format!("{why}, {short_lives} times soon after its start; see {}", log.display());
             }
-            if let Some(url) = url(ports) {
-                return Ok(url);
+            eprintln!("{why}; starting it again");
+            self.end().await;
+            loop {
+                room.wait().await;
+                tokio::time::sleep(RESTART_PAUSE).await;
+                let port = self.config.url.rsplit_once(':').and_then(|(_, port)| port.parse().ok()).unwrap_or(-1);
+                match begin(&self.dir, port, &self.password).await {
+                    Ok((child, full, _)) => {
+                        (self.child, self.full) = (child, full);
+                        break;
+                    }
+                    Err(_) if room.short().is_some() => {}
+                    Err(error) => return error,
+                }
             }
-            tokio::time::sleep(Duration::from_millis(20)).await;
-        }
-        Err(format!("nats-server did not come up within {START_PATIENCE:?}; see {}", dir.join("server.log").display()))
-    }
-
-    /// Waits until the server ends, which it should not.
-    pub async fn ended(&mut self) -> String {
-        match self.child.wait().await {
-            Ok(status) => format!("nats-server ended ({status})"),
-            Err(error) => format!("nats-server was lost: {error}"),
         }
     }
 
     /// Ends it.
     pub async fn stop(mut self) {
+        self.end().await;
+    }
+
+    async fn end(&mut self) {
         let pid = self.child.id().and_then(|id| i32::try_from(id).ok()).and_then(rustix::process::Pid::from_raw);
         if let Some(pid) = pid {
             let _ = rustix::process::kill_process(pid, rustix::process::Signal::TERM);
@@ -178,12 +192,71 @@ impl Nats {
     }
 }
 
+/// Starts a server and waits until it is up. Returns it, what tells of a full disk, and its address.
+async fn begin(dir: &Path, port: i32, password: &str) -> Result<(Child, Arc<Notify>, String), String> {
+    let binary = find()?;
+    let held = hold(dir).await?;
+    let ports = dir.join("ports");
+    make_private_dir(&ports)?;
+    // Left by a server that was killed; it would be taken for the new one's.
+    for old in std::fs::read_dir(&ports).into_iter().flatten().flatten() {
+        let _ = std::fs::remove_file(old.path());
+    }
+    let file = dir.join("server.conf");
+    let text = format!(
+        "host: 127.0.0.1\nport: {port}\nserver_name: volley\nports_file_dir: \"{}\"\nmax_payload: 1MB\n\
+         jetstream {{ store_dir: \"{}\", sync_interval: always }}\n\
+         authorization {{ user: {USER}, password: \"{password}\" }}\n",
+        ports.display(),
+        dir.join("data").display(),
+    );
+    write_private(&file, text.as_bytes()).map_err(|e| format!("can't write {}: {e}", file.display()))?;
+    let log = File::create(dir.join("server.log")).map_err(|e| format!("can't write in {}: {e}", dir.display()))?;
+    let mut command = Command::new(&binary);
+    command.arg("-c").arg(&file).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped()).kill_on_drop(true);
+    // Its own process group: Ctrl-C must reach it only after everything that needs it has ended.
+    command.process_group(0);
+    let mut child = spawn(command, held).await.map_err(|e| format!("can't run {}: {e}", binary.display()))?;
+    let full = Arc::new(Notify::new());
+    if let Some(said) = child.stderr.take() {
+        tokio::spawn(keep_log(said, log, Arc::clone(&full)));
+    }
+    let url = wait(&mut child, &ports, dir).await?;
+    Ok((child, full, url))
+}
+
+/// Writes down what a server says, and listens for a full disk, which may be the one its log is on.
+async fn keep_log(said: ChildStderr, mut log: File, full: Arc<Notify>) {
+    let mut lines = BufReader::new(said).lines();
+    while let Ok(Some(line)) = lines.next_line().await {
+        // A line that can't be written is lost; there is nobody to tell.
+        let _ = writeln!(log, "{line}");
+        if line.contains(NO_ROOM) {
+            full.notify_one();
+        }
+    }
+}
+
+async fn wait(child: &mut Child, ports: &Path, dir: &Path) -> Result<String, String> {
+    let started = Instant::now();
+    while started.elapsed() < START_PATIENCE {
+        if let Ok(Some(status)) = child.try_wait() {
+            return Err(format!("nats-server ended at once ({status}); see {}", dir.join("server.log").display()));
+        }
+        if let Some(url) = url(ports) {
+            return Ok(url);
+        }
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    Err(format!("nats-server did not come up within {START_PATIENCE:?}; see {}", dir.join("server.log").display()))
+}
+
 /// Takes the directory for a server. Two in one would each write over the other's data.
 async fn hold(dir: &Path) -> Result<File, String> {
     let path = dir.join("lock");
     let file = File::options().write(true).create(true).truncate(false).mode(0o600).open(&path);
     let file = file.map_err(|e| format!("can't open {}: {e}", path.display()))?;
-    let started = tokio::time::Instant::now();
+    let started = Instant::now();
     loop {
         match rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
             Ok(()) => return Ok(file),

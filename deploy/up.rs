@@ -5,12 +5,14 @@
 use std::os::unix::fs::{DirBuilderExt as _, PermissionsExt as _};
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::Duration;
 
+use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 use volley_cli::sdk::config::ClusterFile;
 use volley_cli::serve::UpArgs;
 use volley_coordinator::config::CoordinatorConfig;
-use volley_coordinator::run::Running;
+use volley_coordinator::run::{self, RunError, Running};
 use volley_jobspecs::ids::WorkerId;
 use volley_jobspecs::observe::Observing;
 use volley_jobspecs::wire::plan::Isolation;
@@ -19,16 +21,23 @@ use volley_store::embedded::{EmbeddedConfig, EmbeddedServer};
 use volley_worker::{Config, Spawner};
 
 use crate::embedded::{Nats, Secrets, make_private_dir};
+use crate::room::Room;
 use crate::serve::{Ended, line, run_worker};
 
 /// The bucket of an embedded store.
 const BUCKET: &str = "volley";
+/// How the system words a full disk, in whatever error it comes to light.
+const NO_ROOM: &str = "No space left on device";
+/// Pause before a coordinator that ended is started again.
+const RESTART_PAUSE: Duration = Duration::from_secs(1);
 /// The user tasks run as when everything runs as root: Debian's `nobody`. A task must not be able to read the credentials.
 const NOBODY: (u32, u32) = (65_534, 65_534);
 
 /// Starts everything, and ends it on a signal: the first drains, the second stops now.
 pub async fn up(args: UpArgs, spawner: Option<Spawner>, observer: Observing) -> Ended {
     let dir = make_dir(&args)?;
+    let room = Room::of(&dir)?;
+    room.wait().await;
     let secrets = Secrets::open(&dir)?;
     let mut nats = Nats::start(&dir, &secrets).await?;
     let s3 = EmbeddedConfig {
@@ -36,6 +45,7 @@ pub async fn up(args: UpArgs, spawner: Option<Spawner>, observer: Observing) -> 
         bind: ([127, 0, 0, 1], 0).into(),
         access_key: secrets.s3_access_key.clone(),
         secret_key: secrets.s3_secret_key.clone(),
+        reserve_bytes: room.reserve_bytes,
     };
     let s3 = Arc::new(EmbeddedServer::start(s3).await.map_err(line)?);
     let store = StoreConfig::new(&s3.endpoint(), BUCKET, &secrets.s3_access_key, &secrets.s3_secret_key);
@@ -47,10 +57,8 @@ pub async fn up(args: UpArgs, spawner: Option<Spawner>, observer: Observing) -> 
         observer: observer.clone(),
         ..CoordinatorConfig::new(nats.config.clone(), dir.join("coordinator"), store.clone())
     };
-    let stop = CancellationToken::new();
-    // Only these: whoever keeps the rest keeps its database open.
-    let Running { addr, mut join, .. } = volley_coordinator::run::run(config, stop.clone()).await.map_err(line)?;
-    let file = ClusterFile { url: format!("http://{}", addr), token: secrets.token.clone() };
+    let mut coordinator = Coordinator::start(config).await?;
+    let file = ClusterFile { url: format!("http://{}", coordinator.config.listen), token: secrets.token.clone() };
     let path = std::env::var_os("VOLLEY_CONFIG").map(Into::into).or_else(ClusterFile::default_path);
     let path = path.ok_or("no home directory; say where clients find the cluster with VOLLEY_CONFIG")?;
     file.save(&path).map_err(line)?;
@@ -61,23 +69,68 @@ pub async fn up(args: UpArgs, spawner: Option<Spawner>, observer: Observing) -> 
     let worker = run_worker(Config { observer, ..worker_config(&args, &dir)? }, &config, store, spawner);
     let ended = tokio::select! {
         ended = worker => ended,
-        ended = &mut join => Err(match ended {
-            Ok(Ok(())) => "the coordinator ended".to_owned(),
-            // NATS ends with us: only by the directory can it be found again.
-            Ok(Err(error)) => line(error).replace("`volley log skip", &format!("`volley log --dir {} skip", dir.display())),
-            Err(error) => format!("the coordinator panicked: {error}"),
-        }),
-        why = nats.ended() => Err(why),
+        // NATS ends with us: only by the directory can it be found again.
+        why = coordinator.keep(&room) => Err(why.replace("`volley log skip", &format!("`volley log --dir {} skip", dir.display()))),
+        why = nats.keep(&room) => Err(why),
     };
-    stop.cancel();
-    if !join.is_finished() {
-        let _ = join.await;
-    }
+    coordinator.stop().await;
     if let Some(s3) = Arc::into_inner(s3) {
         s3.shutdown().await;
     }
     nats.stop().await;
     ended
+}
+
+/// The coordinator, which is started again after its disk was full.
+struct Coordinator {
+    config: CoordinatorConfig,
+    stop: CancellationToken,
+    join: JoinHandle<Result<(), RunError>>,
+}
+
+impl Coordinator {
+    async fn start(mut config: CoordinatorConfig) -> Result<Self, String> {
+        let stop = CancellationToken::new();
+        // Only these: whoever keeps the rest keeps its database open.
+        let Running { addr, join, .. } = run::run(config.clone(), stop.clone()).await.map_err(line)?;
+        // The port that was found free: those that come after take it again.
+        config.listen = addr;
+        Ok(Self { config, stop, join })
+    }
+
+    /// Keeps it running while all that ends it is a full disk. Returns why that can't go on.
+    async fn keep(&mut self, room: &Room) -> String {
+        loop {
+            let why = match (&mut self.join).await {
+                Ok(Ok(())) => "the coordinator ended".to_owned(),
+                Ok(Err(error)) => line(error),
+                Err(error) => format!("the coordinator panicked: {error}"),
+            };
+            if !why.contains(NO_ROOM) && room.short().is_none() {
+                return why;
+            }
+            eprintln!("The coordinator ended: {why}");
+            loop {
+                room.wait().await;
+                tokio::time::sleep(RESTART_PAUSE).await;
+                match run::run(self.config.clone(), self.stop.clone()).await {
+                    Ok(Running { join, .. }) => {
+                        self.join = join;
+                        break;
+                    }
+                    Err(_) if room.short().is_some() => {}
+                    Err(error) => return line(error),
+                }
+            }
+        }
+    }
+
+    async fn stop(self) {
+        self.stop.cancel();
+        if !self.join.is_finished() {
+            let _ = self.join.await;
+        }
+    }
 }
 
 /// Makes the cluster's directory. Everything in it is private but the way to the tasks' directories, which other users must pass.

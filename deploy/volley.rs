@@ -4,6 +4,7 @@
 
 mod embedded;
 mod log;
+mod room;
 mod serve;
 mod up;
 

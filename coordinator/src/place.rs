@@ -16,7 +16,7 @@ use crate::split::Waiting;
 use crate::state::State;
 use crate::state::effects::AttemptRow;
 use crate::state::job::Job;
-use crate::state::worker::{self, BUNDLES_PER_SLOT, Promised, Worker};
+use crate::state::worker::{self, BUNDLES_PER_SLOT, Bundle, Promised, Worker};
 
 mod measure;
 pub use measure::{Conduct, Durations};
@@ -28,6 +28,9 @@ pub const BUNDLE_TASKS_MAX: u32 = 256;
 /// A bundle may wait at a worker only if it is expected to take no longer than this, in milliseconds: behind a long task it would
 /// wait although another worker is free.
 pub const WAITING_BUNDLE_MS_MAX: u64 = 1_000;
+/// A bundle that is held for longer than this, in milliseconds, is not soon over, whatever its job's median says: nothing more waits behind
+/// it. The worker hands back what did after the same time.
+pub const YOUNG_BUNDLE_MS_MAX: u64 = 5_000;
 /// Assignments in one round: with the runs below, about a quarter of the largest message.
 pub const ROUND_ASSIGNMENTS_MAX: usize = 2_048;
 /// Runs of tasks in one round, for the same reason.
@@ -151,11 +154,25 @@ struct Candidate<'a> {
     worker: &'a Worker,
     bundles: u32,
     promised: Promised,
+    /// Bundles held that are expected to be over soon, those that wait included; counted when it is first asked for.
+    young: Option<u32>,
+    /// Such bundles given in this round.
+    given_short: u32,
     /// A queue that comes first waits for an idle slot here: what comes behind it gets no waiting place, or no slot would ever be idle.
     reserved: bool,
 }
 
 impl Candidate<'_> {
+    /// Does a bundle run here that will be over soon? Behind long ones alone nothing should wait.
+    fn soon_idle(&mut self, cluster: &Cluster) -> bool {
+        let is_young = |bundle: &&Bundle| {
+            cluster.short.contains(&bundle.job) && cluster.now_ms <= bundle.assigned_ms.saturating_add(YOUNG_BUNDLE_MS_MAX)
+        };
+        let held = self.worker.bundles.values();
+        let young = *self.young.get_or_insert_with(|| held.filter(is_young).count() as u32);
+        young + self.given_short > self.bundles.saturating_sub(self.worker.info.slots)
+    }
+
     fn load(&self) -> u64 {
         u64::from(self.bundles) * 1_000 / u64::from(self.worker.info.slots.max(1))
     }
@@ -173,7 +190,8 @@ pub fn place(scheduler: &mut Scheduler, state: &State, now_ms: u64, silent: &BTr
     let mut candidates: Vec<Candidate<'_>> = Vec::new();
     let takes_more = |w: &Worker| worker::takes_more(w, state.head.now_ms);
     for (name, worker) in state.workers.iter().filter(|(name, w)| takes_more(w) && !silent.contains(*name)) {
-        candidates.push(Candidate { name, worker, bundles: worker.bundles.len() as u32, promised: worker.promised, reserved: false });
+        let bundles = worker.bundles.len() as u32;
+        candidates.push(Candidate { name, worker, bundles, promised: worker.promised, young: None, given_short: 0, reserved: false });
     }
     if candidates.is_empty() {
         return Vec::new();
@@ -182,14 +200,17 @@ pub fn place(scheduler: &mut Scheduler, state: &State, now_ms: u64, silent: &BTr
     let slots: u32 = state.workers.values().map(|w| w.info.slots).sum();
     let mut shares = Shares::new(scheduler, state, now_ms);
     let mut assignments = Vec::new();
+    let short: BTreeSet<JobId> = state.jobs.keys().copied().filter(|job| scheduler.may_wait(*job)).collect();
+    let cluster = Cluster { short, slots, now_ms: state.head.now_ms };
     let mut runs = 0;
     while assignments.len() < ROUND_ASSIGNMENTS_MAX && runs < ROUND_RUNS_MAX {
         let Some(mut queue) = shares.pop() else { break };
-        let Some((at, assignment)) = fit(scheduler, &mut queue, &mut candidates, &by_load, slots) else { continue };
+        let Some((at, assignment)) = fit(scheduler, &mut queue, &mut candidates, &by_load, &cluster) else { continue };
         let candidate = &mut candidates[at];
         by_load.remove(&(candidate.load(), at));
         candidate.bundles += 1;
         candidate.promised.add(&queue.job.facts.plan.needs);
+        candidate.given_short += u32::from(cluster.short.contains(&queue.job.id));
         if candidate.bundles < candidate.worker.info.slots * BUNDLES_PER_SLOT {
             by_load.insert((candidate.load(), at));
         }
@@ -204,6 +225,15 @@ pub fn place(scheduler: &mut Scheduler, state: &State, now_ms: u64, silent: &BTr
     assignments
 }
 
+/// What one round knows of the whole cluster.
+struct Cluster {
+    /// Jobs whose tasks are short enough to wait behind others, and to be waited for.
+    short: BTreeSet<JobId>,
+    slots: u32,
+    /// The state's time, in milliseconds.
+    now_ms: u64,
+}
+
 /// The least loaded worker that takes the queue's next bundle. When none does only because no slot is idle, those that could are
 /// reserved.
 fn fit(
@@ -211,7 +241,7 @@ fn fit(
     queue: &mut Queue<'_>,
     candidates: &mut [Candidate<'_>],
     by_load: &BTreeSet<(u64, usize)>,
-    slots: u32,
+    cluster: &Cluster,
 ) -> Option<(usize, Assignment)> {
     let job = queue.job;
     let needs = &job.facts.plan.needs;
@@ -219,15 +249,15 @@ fn fit(
     let could = |c: &Candidate<'_>| worker::unfit(&c.worker.info, needs).is_empty();
     // The worker where it failed is taken only if no other could ever run it.
     let avoided = scheduler.avoid.get(&(job.id, next)).filter(|bad| candidates.iter().any(|c| c.name != *bad && could(c)));
-    let may_wait = scheduler.may_wait(job.id);
-    let fits = |c: &Candidate<'_>| {
+    let may_wait = cluster.short.contains(&job.id);
+    let fits = |c: &mut Candidate<'_>| {
         let idle = c.bundles < c.worker.info.slots;
         avoided != Some(c.name)
-            && (idle || (may_wait && !c.reserved))
+            && (idle || (may_wait && !c.reserved && c.soon_idle(cluster)))
             && could(c)
             && c.promised.fits(needs, &c.worker.info, if idle { 1 } else { BUNDLES_PER_SLOT })
     };
-    let Some(at) = by_load.iter().map(|(_, at)| *at).find(|at| fits(&candidates[*at])) else {
+    let Some(at) = by_load.iter().map(|(_, at)| *at).find(|at| fits(&mut candidates[*at])) else {
         if !may_wait {
             let busy = |c: &Candidate<'_>| c.bundles >= c.worker.info.slots && avoided != Some(c.name) && could(c);
             candidates.iter_mut().filter(|c| busy(c)).for_each(|c| c.reserved = true);
@@ -235,7 +265,7 @@ fn fit(
         return None;
     };
     let alone = |index| scheduler.avoid.contains_key(&(job.id, index));
-    let size = scheduler.bundle_tasks(job.id, queue.waiting.left(), slots).min(queue.starts);
+    let size = scheduler.bundle_tasks(job.id, queue.waiting.left(), cluster.slots).min(queue.starts);
     let tasks = queue.waiting.take(size, alone);
     let worker = &candidates[at];
     let assignment = Assignment { worker: worker.name.clone(), incarnation: worker.worker.incarnation, job: job.id, tasks };

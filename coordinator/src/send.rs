@@ -133,7 +133,8 @@ impl Link {
         let held: BTreeMap<BundleId, &Vec<Run>> = beat.held.iter().map(|h| (h.bundle, &h.tasks)).collect();
         let mut lost = Vec::new();
         for (id, bundle) in &worker.bundles {
-            let taken = self.sent.get(id).is_some_and(|number| *number == 0 || (ours && *number <= beat.taken));
+            // A beat of another term may be older than the one that showed the bundle held: its silence says nothing.
+            let taken = self.sent.get(id).is_some_and(|number| ours && *number <= beat.taken);
             match held.get(id) {
                 Some(tasks) => {
                     self.sent.entry(*id).or_insert(0);

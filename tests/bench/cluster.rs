@@ -57,7 +57,8 @@ impl Cluster {
         let port = free_port();
         let nats = start_nats(dir.path(), port);
         let root = dir.path().join("s3");
-        let config = EmbeddedConfig { root, bind: ([127, 0, 0, 1], 0).into(), access_key: KEY.into(), secret_key: SECRET.into() };
+        let config =
+            EmbeddedConfig { root, bind: ([127, 0, 0, 1], 0).into(), access_key: KEY.into(), secret_key: SECRET.into(), reserve_bytes: 0 };
         let s3 = EmbeddedServer::start(config).await.unwrap();
         let s3_url = s3.endpoint();
         let store = volley_store::Store::connect(&volley_store::StoreConfig::new(&s3_url, "bench", KEY, SECRET)).await.unwrap();

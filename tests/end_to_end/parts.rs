@@ -106,8 +106,13 @@ pub fn ask(url: &str, path: &str) -> Option<Value> {
 
 /// An S3 server with the bucket that the parts use.
 pub async fn s3(dir: &Path) -> EmbeddedServer {
-    let config =
-        EmbeddedConfig { root: dir.join("s3"), bind: ([127, 0, 0, 1], 0).into(), access_key: "key".into(), secret_key: "secret".into() };
+    let config = EmbeddedConfig {
+        root: dir.join("s3"),
+        bind: ([127, 0, 0, 1], 0).into(),
+        access_key: "key".into(),
+        secret_key: "secret".into(),
+        reserve_bytes: 0,
+    };
     let server = EmbeddedServer::start(config).await.unwrap();
     let store = StoreConfig::new(&server.endpoint(), "volley", "key", "secret");
     Store::connect(&store).await.unwrap().ensure_bucket().await.unwrap();

@@ -1,71 +1,19 @@
 //! Full disks: the coordinator's data directory and a worker's work directory, each on a small file system of its own.
-//!
-//! Needs the right to mount a tmpfs; without it each test says that it was skipped and why.
 
-use std::path::{Path, PathBuf};
-use std::process::Command;
 use std::time::{Duration, Instant};
 
 use serde_json::json;
 use volley_cli::sdk::jobspecs::api::{JobState, TaskState};
 
 use crate::cluster::{Cluster, Plan, exactly_once};
-
-/// A tmpfs that can be filled.
-struct Disk {
-    dir: tempfile::TempDir,
-}
-
-impl Disk {
-    /// Mounts one of `size` (as mount takes it); none, with the reason said, where that isn't allowed.
-    fn mount(size: &str) -> Option<Self> {
-        let dir = tempfile::Builder::new().prefix("volley-disk-").tempdir().unwrap();
-        let mounted = Command::new("mount").args(["-t", "tmpfs", "-o", &format!("size={size},mode=755"), "tmpfs"]).arg(dir.path()).output();
-        match mounted {
-            Ok(output) if output.status.success() => Some(Self { dir }),
-            other => {
-                println!("skipped: a small file system can't be mounted here: {other:?}");
-                None
-            }
-        }
-    }
-
-    fn path(&self) -> &Path {
-        self.dir.path()
-    }
-
-    fn filler(&self) -> PathBuf {
-        self.path().join("filler")
-    }
-
-    /// Takes all space there is.
-    fn fill(&self) {
-        use std::io::Write as _;
-        let mut file = std::fs::File::options().append(true).create(true).open(self.filler()).unwrap();
-        let mut size = 64 * 1024;
-        while size > 0 {
-            if file.write(&vec![7; size]).is_err() {
-                size /= 2;
-            }
-        }
-    }
-
-    fn empty(&self) {
-        _ = std::fs::remove_file(self.filler());
-    }
-}
-
-impl Drop for Disk {
-    fn drop(&mut self) {
-        _ = Command::new("umount").arg("-l").arg(self.path()).status();
-    }
-}
+use crate::disk::Disk;
 
 /// A coordinator whose disk is full says so and ends; another leads, and it is back by itself when there is room.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_coordinators_disk_is_full() {
-    let Some(disk) = Disk::mount("48m") else { return };
-    let plan = Plan { coordinators: 2, workers: vec![8], data_dir: Some(disk.path().join("data")), ..Plan::default() };
+    let dir = tempfile::tempdir().unwrap();
+    let Some(disk) = Disk::mount(dir.path(), "48m") else { return };
+    let plan = Plan { coordinators: 2, workers: vec![8], data_dir: Some(dir.path().join("data")), ..Plan::default() };
     let cluster = Cluster::start(plan).await;
     let spec = json!({
         "version": "volley/v1", "name": "many", "items": { "count": 200_000 }, "task": { "isolation": "null", "command": "true" },
@@ -93,9 +41,10 @@ async fn the_coordinators_disk_is_full() {
 /// A single coordinator whose disk is full at its start, and then has room.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_only_coordinators_disk_is_full() {
-    let Some(disk) = Disk::mount("48m") else { return };
+    let dir = tempfile::tempdir().unwrap();
+    let Some(disk) = Disk::mount(dir.path(), "48m") else { return };
     disk.fill();
-    let plan = Plan { coordinators: 1, workers: vec![4], data_dir: Some(disk.path().join("data")), ..Plan::default() };
+    let plan = Plan { coordinators: 1, workers: vec![4], data_dir: Some(dir.path().join("data")), ..Plan::default() };
     let cluster = Cluster::begin(plan).await;
     let first = &cluster.coordinators[0];
     assert!(first.says("No space left on device", Duration::from_secs(60)).await, "{}", cluster.logs(20));
@@ -113,8 +62,9 @@ async fn the_only_coordinators_disk_is_full() {
 /// again they succeed, without a restart.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_workers_disk_is_full() {
-    let Some(disk) = Disk::mount("16m") else { return };
-    let plan = Plan { coordinators: 1, workers: vec![4], work_dir: Some(disk.path().join("work")), ..Plan::default() };
+    let dir = tempfile::tempdir().unwrap();
+    let Some(disk) = Disk::mount(dir.path(), "16m") else { return };
+    let plan = Plan { coordinators: 1, workers: vec![4], work_dir: Some(dir.path().join("work")), ..Plan::default() };
     let cluster = Cluster::start(plan).await;
     let spec = json!({
         "version": "volley/v1", "name": "writers", "items": { "count": 40 },

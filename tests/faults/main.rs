@@ -17,6 +17,8 @@
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 mod cluster;
+#[path = "../support/disk.rs"]
+mod disk;
 mod disks;
 mod kills;
 mod malformed;

@@ -112,7 +112,7 @@ async fn s3_refuses_for_a_while() {
     let refusing_s = setting("VOLLEY_FAULTS_REFUSING_S", 12);
     let s3_port = free_port();
     let proxy = Proxy::start(s3_port).await;
-    let cluster = Cluster::start(Plan { s3_via: Some(proxy.port), s3_port: Some(s3_port), workers: vec![8, 8], ..Plan::default() }).await;
+    let cluster = Cluster::start(Plan { s3_via: Some(proxy.port), s3_port: Some(s3_port), workers: vec![4, 4], ..Plan::default() }).await;
     let spec = json!({
         "version": "volley/v1", "name": "writers", "items": { "count": 400 },
         "task": { "isolation": "process", "command": "echo ${index} > \"$VOLLEY_OUTPUT_DIR/n\"" },

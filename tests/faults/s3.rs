@@ -21,6 +21,7 @@ async fn serve() {
         bind: ([127, 0, 0, 1], port.parse().expect("a port")).into(),
         access_key: KEYS.0.to_owned(),
         secret_key: KEYS.1.to_owned(),
+        reserve_bytes: 0,
     };
     let server = EmbeddedServer::start(config).await.expect("the embedded server");
     let store = Store::connect(&StoreConfig::new(&server.endpoint(), BUCKET, KEYS.0, KEYS.1)).await.expect("a client");

@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 use rustix::process::Signal;
 use serde_json::{Value, json};
 
+use super::disk::Disk;
 use super::http::{self, Answer};
 use super::process::{self, Ran, Running, until};
 
@@ -40,6 +41,8 @@ pub fn open_dir() -> tempfile::TempDir {
 
 /// A cluster in a directory of its own.
 pub struct Cluster {
+    /// What it keeps its things on, if not the disk of the test.
+    pub disk: Option<Disk>,
     dir: tempfile::TempDir,
     args: Vec<String>,
     up: Option<Child>,
@@ -53,10 +56,22 @@ impl Cluster {
 
     /// Starts one with further arguments for `volley up`.
     pub fn up_with(args: &[&str]) -> Option<Self> {
-        nats_server()?;
-        let mut cluster = Self { dir: open_dir(), args: args.iter().map(|arg| (*arg).to_owned()).collect(), up: None };
+        let mut cluster = Self::new(args)?;
         cluster.start();
         Some(cluster)
+    }
+
+    /// Starts one that keeps everything on a disk of `size`, as mount takes it; none where that can't be mounted.
+    pub fn up_on(size: &str) -> Option<Self> {
+        let mut cluster = Self::new(&[])?;
+        cluster.disk = Some(Disk::mount(&cluster.path("cluster"), size)?);
+        cluster.start();
+        Some(cluster)
+    }
+
+    fn new(args: &[&str]) -> Option<Self> {
+        nats_server()?;
+        Some(Self { disk: None, dir: open_dir(), args: args.iter().map(|arg| (*arg).to_owned()).collect(), up: None })
     }
 
     /// Starts it (again), and waits until its worker is ready.

@@ -3,6 +3,7 @@
 //! Owns starting, stopping and calling. Does not own what is tested. Everything lies in a temporary directory; nothing outlives a test.
 
 pub mod cluster;
+pub mod disk;
 pub mod http;
 pub mod otlp;
 pub mod process;

@@ -26,6 +26,9 @@ pub use words::{Action, CoreConfig, Input, JobAnswer, JobFacts, Totals};
 const BEAT_RETRY_MS: u64 = 1_000;
 /// How long a worker that is told to stop at once tries to get its last reports into the log, in milliseconds.
 const STOP_FLUSH_MS: u64 = 3_000;
+/// What has not begun after this long is handed back when the leader is heard, in milliseconds: only a bundle that is expected to take a
+/// second may wait, so it lies behind tasks that turned out long, and another worker may be idle.
+const WAIT_MS_MAX: u64 = 5_000;
 /// How long a worker that leaves waits for the answer to its last beat, in milliseconds.
 const LEAVE_MS: u64 = 2_000;
 
@@ -243,6 +246,22 @@ impl Core {
                 self.going = Going::Dying { then_exit };
                 self.kill_all(now_ms, StopCause::Forgotten, out);
             }
+        }
+        if self.going == Going::On {
+            self.hand_back_stuck(now_ms);
+        }
+    }
+
+    /// Hands back what waits behind long tasks. Not while reports can't leave: then nothing begins anywhere on this worker, and what was
+    /// handed back would not be heard of.
+    fn hand_back_stuck(&mut self, now_ms: u64) {
+        if self.outbox.unsent_bytes() >= self.config.unsent_bytes_max {
+            return;
+        }
+        let stuck = |bundle: &&HeldBundle| now_ms >= bundle.received_ms + WAIT_MS_MAX && bundle.has_waiting();
+        let ids: Vec<BundleId> = self.bundles.values().filter(stuck).map(|bundle| bundle.id).collect();
+        for id in ids {
+            self.hand_back(now_ms, id, None, None);
         }
     }
 

@@ -96,6 +96,7 @@ async fn bucket(dir: &Path) -> (EmbeddedServer, S3Objects) {
         bind: "127.0.0.1:0".parse().unwrap(),
         access_key: "key".into(),
         secret_key: "secret".into(),
+        reserve_bytes: 0,
     })
     .await
     .unwrap();

@@ -29,6 +29,8 @@ struct Cluster {
     now_ms: u64,
     round: u64,
     took: BTreeMap<JobId, u64>,
+    /// From this index on tasks never end.
+    long_from: BTreeMap<JobId, u32>,
     /// Since when the present task of each bundle runs.
     since: BTreeMap<BundleId, u64>,
 }
@@ -41,6 +43,7 @@ impl Cluster {
             now_ms: 0,
             round: 0,
             took: BTreeMap::new(),
+            long_from: BTreeMap::new(),
             since: BTreeMap::new(),
         };
         for name in ["default", OPERATOR] {
@@ -99,31 +102,28 @@ impl Cluster {
         self.decide(vec![Decision::Tick(self.now_ms), Decision::Assign(assignments)]);
     }
 
-    /// What ends now on a worker.
+    /// What ends now on a worker: what ran long enough, and what waited too long.
     fn ends(&mut self, name: &WorkerId) -> Vec<AttemptEnd> {
-        let mut ends = Vec::new();
+        let mut ends = self.returned(name);
         for (id, bundle) in self.state.workers[name].bundles.iter().take(SLOTS as usize) {
             let since = self.since.entry(*id).or_insert(self.now_ms - STEP_MS);
             let took = self.took[&bundle.job];
             let open = bundle.indices().find_map(|index| open_name(&self.state, bundle.job, index, *id));
-            if let Some(name) = open.filter(|_| self.now_ms - *since >= took) {
+            let long_from = self.long_from.get(&bundle.job).copied().unwrap_or(u32::MAX);
+            if let Some(name) = open.filter(|name| name.index < long_from && self.now_ms - *since >= took) {
                 *since = self.now_ms;
-                ends.push(AttemptEnd {
-                    name,
-                    ending: Ending::Succeeded,
-                    code: Some(0),
-                    message: None,
-                    isolation: Isolation::Null,
-                    timing: Timing { run_ms: took as u32, ..Timing::default() },
-                    usage: None,
-                    result: None,
-                    stdout: None,
-                    stderr: None,
-                    outputs: None,
-                });
+                ends.push(end(name, Ending::Succeeded, took as u32));
             }
         }
         ends
+    }
+
+    /// What a worker hands back because it waited too long.
+    fn returned(&self, name: &WorkerId) -> Vec<AttemptEnd> {
+        let waiting = self.state.workers[name].bundles.iter().skip(SLOTS as usize);
+        let stuck = waiting.filter(|(_, bundle)| self.now_ms >= bundle.assigned_ms + YOUNG_BUNDLE_MS_MAX);
+        let open = stuck.flat_map(|(id, bundle)| bundle.indices().filter_map(|index| open_name(&self.state, bundle.job, index, *id)));
+        open.map(|name| end(name, Ending::Returned, 0)).collect()
     }
 
     fn run(&mut self, ms: u64) {
@@ -144,6 +144,22 @@ impl Cluster {
     fn slots_of(&self, job: JobId) -> usize {
         let running = self.state.workers.values().flat_map(|w| w.bundles.values().take(SLOTS as usize));
         running.filter(|bundle| bundle.job == job).count()
+    }
+}
+
+fn end(name: AttemptName, ending: Ending, run_ms: u32) -> AttemptEnd {
+    AttemptEnd {
+        name,
+        ending,
+        code: (ending == Ending::Succeeded).then_some(0),
+        message: None,
+        isolation: Isolation::Null,
+        timing: Timing { run_ms, ..Timing::default() },
+        usage: None,
+        result: None,
+        stdout: None,
+        stderr: None,
+        outputs: None,
     }
 }
 
@@ -257,4 +273,37 @@ fn a_late_job_waits_only_where_it_could_run() {
     cluster.apply(&Record::Submit(Box::new(late)));
     cluster.run(1_000);
     assert_eq!(cluster.state.jobs[&hog].bundles, WORKERS as u32 * SLOTS * BUNDLES_PER_SLOT, "no place is kept free for what can't use it");
+}
+
+#[test]
+fn nothing_waits_behind_long_tasks() {
+    let mut cluster = Cluster::new();
+    let short = cluster.submit("default", 25_000, 0, 100);
+    cluster.run(2_000);
+    // It takes every slot, for longer than the test.
+    cluster.submit("default", WORKERS as u32 * SLOTS, 100, 1_000_000);
+    cluster.run(30_000);
+    assert_eq!(cluster.state.jobs[&short].bundles, 0, "what waited was handed back, and nothing waits again");
+}
+
+#[test]
+fn what_waits_behind_long_tasks_is_not_handed_to_and_fro() {
+    let mut cluster = Cluster::new();
+    let job = cluster.submit("default", 25_000, 0, 100);
+    // Its tasks are short, until all that begin turn out long.
+    cluster.long_from.insert(job, 200);
+    cluster.run(30_000);
+    let found = &cluster.state.jobs[&job];
+    assert_eq!(found.bundles, WORKERS as u32 * SLOTS, "one bundle a slot, none waits");
+    assert_eq!((0..found.tasks()).filter_map(|index| found.cell(index)).map(|cell| cell.number).max(), Some(1));
+}
+
+#[test]
+fn waiting_places_are_used_beside_a_long_task() {
+    let mut cluster = Cluster::new();
+    let short = cluster.submit("default", 25_000, 0, 100);
+    cluster.run(2_000);
+    cluster.submit("default", 1, 100, 1_000_000);
+    cluster.run(30_000);
+    assert!(cluster.state.jobs[&short].bundles >= WORKERS as u32 * SLOTS * BUNDLES_PER_SLOT - 3, "{}", cluster.state.jobs[&short].bundles);
 }

@@ -94,6 +94,7 @@ impl World {
             bind: ([127, 0, 0, 1], 0).into(),
             access_key: "key".into(),
             secret_key: "secret".into(),
+            reserve_bytes: 0,
         };
         let s3 = EmbeddedServer::start(config).await.expect("S3 starts");
         Some(Self { nats, s3, dir })

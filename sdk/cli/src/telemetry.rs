@@ -77,6 +77,10 @@ impl Telemetry {
     }
 }
 
+/// What is logged unless the environment says otherwise. The library below the embedded S3 server logs each answer that is no success as an
+/// error, and the client tries those again; what matters of them our own lines say.
+const FILTER_DEFAULT: &str = "info,s3s=off";
+
 /// A variable of the environment; one that is empty counts as unset.
 #[must_use]
 pub fn var(name: &'static str) -> Option<String> {
@@ -89,7 +93,7 @@ pub fn var(name: &'static str) -> Option<String> {
 /// [`TelemetryError`] names the variable.
 pub fn init(service: &'static str) -> Result<Telemetry, TelemetryError> {
     let given = ["VOLLEY_LOG", "RUST_LOG"].into_iter().find_map(|name| Some((name, var(name)?)));
-    let (variable, text) = given.unwrap_or(("VOLLEY_LOG", "info".to_owned()));
+    let (variable, text) = given.unwrap_or(("VOLLEY_LOG", FILTER_DEFAULT.to_owned()));
     let filter = filter(variable, &text)?;
     let otlp = Otlp::start(service, Settings::read(&var)?, &var)?;
     let lines = tracing_subscriber::fmt::layer().with_writer(io::stderr).with_ansi(io::stderr().is_terminal());

@@ -198,8 +198,13 @@ async fn a_restart_keeps_all_that_was_answered_and_nothing_else() {
     let big = w.store.upload_stream("big", &data[..], &UploadOptions::default()).await.unwrap();
     let before = w.store.list("", None, 10).await.unwrap();
     let endpoint = w.server.endpoint();
-    let again =
-        EmbeddedConfig { root: w.dir.path().into(), bind: w.server.addr(), access_key: ACCESS_KEY.into(), secret_key: SECRET_KEY.into() };
+    let again = EmbeddedConfig {
+        root: w.dir.path().into(),
+        bind: w.server.addr(),
+        access_key: ACCESS_KEY.into(),
+        secret_key: SECRET_KEY.into(),
+        reserve_bytes: 0,
+    };
     let error = EmbeddedServer::start(EmbeddedConfig { bind: "127.0.0.1:0".parse().unwrap(), ..again.clone() }).await.unwrap_err();
     assert!(matches!(error, StartError::InUse { .. }), "{error}");
     w.server.shutdown().await;

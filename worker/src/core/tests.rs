@@ -238,6 +238,22 @@ fn one_bundle_waits_per_slot_and_the_rest_is_handed_back() {
 }
 
 #[test]
+fn what_waits_behind_long_tasks_is_handed_back_while_the_leader_is_heard() {
+    let mut w = World::new(config(1));
+    w.run(0, 0, 2);
+    w.run(1, 5, 1);
+    w.at(4_900);
+    w.answer(false);
+    w.at(6_000);
+    assert!(w.published.is_empty(), "not before its time, nor while no leader is heard");
+    w.answer(false);
+    w.at(6_100);
+    let returned: Vec<(u32, Ending)> = w.published.iter().flat_map(|(_, ends)| ends.iter().map(|e| (e.name.index, e.ending))).collect();
+    assert_eq!(returned, vec![(1, Ending::Returned), (5, Ending::Returned)]);
+    assert_eq!(w.running.len(), 1, "what runs goes on");
+}
+
+#[test]
 fn cancel_stops_what_runs_and_returns_what_waits() {
     let mut w = World::new(config(1));
     w.run(0, 0, 3);

@@ -70,6 +70,7 @@ impl Wanted {
 
 pub(super) struct Disk {
     root: PathBuf,
+    reserve_bytes: u64,
     keys: Vec<Mutex<()>>,
     uploads: Vec<Mutex<()>>,
     /// Held for writing while a bucket goes away, for reading while anything is put into one.
@@ -80,7 +81,7 @@ pub(super) struct Disk {
 
 impl Disk {
     /// Makes the directories, takes the lock, removes what an earlier process left half written.
-    pub(super) fn open(root: PathBuf) -> Result<Self, StartError> {
+    pub(super) fn open(root: PathBuf, reserve_bytes: u64) -> Result<Self, StartError> {
         let failed = |path: &Path, source| StartError::Root { path: path.to_owned(), source };
         for dir in [root.clone(), root.join("buckets"), root.join("uploads"), root.join("tmp")] {
             DirBuilder::new().recursive(true).mode(0o700).create(&dir).map_err(|error| failed(&dir, error))?;
@@ -93,7 +94,7 @@ impl Disk {
             Err(fs::TryLockError::Error(error)) => return Err(failed(&path, error)),
         }
         let stripes = || (0..LOCK_STRIPES).map(|_| Mutex::new(())).collect();
-        let disk = Self { root, keys: stripes(), uploads: stripes(), buckets: RwLock::new(()), _lock: lock };
+        let disk = Self { root, reserve_bytes, keys: stripes(), uploads: stripes(), buckets: RwLock::new(()), _lock: lock };
         disk.clean().map_err(|error| failed(&disk.root, error))?;
         sync_dir(&disk.root).map_err(|error| failed(&disk.root, error))?;
         Ok(disk)
@@ -110,6 +111,17 @@ impl Disk {
             if age > UPLOAD_AGE_MAX {
                 remove_any(&entry.path())?;
             }
+        }
+        Ok(())
+    }
+
+    /// Is there room for `bytes` more?
+    pub(super) fn check_room(&self, bytes: u64) -> io::Result<()> {
+        let stat = rustix::fs::statvfs(&self.root)?;
+        let free = stat.f_bavail.saturating_mul(stat.f_frsize);
+        if free < self.reserve_bytes.saturating_add(bytes) {
+            let words = format!("{free} bytes are free, and {} are kept for the log and the state", self.reserve_bytes);
+            return Err(io::Error::new(io::ErrorKind::StorageFull, words));
         }
         Ok(())
     }

@@ -60,6 +60,8 @@ pub struct EmbeddedConfig {
     pub access_key: String,
     /// Its secret.
     pub secret_key: String,
+    /// Bytes of the disk that writes leave free for what else lives there; a write that would not is refused as on a full disk.
+    pub reserve_bytes: u64,
 }
 
 // Written by hand so that no log line can ever show the secret.
@@ -112,7 +114,7 @@ impl EmbeddedServer {
     /// Takes the directory, empties `tmp/`, and listens.
     pub async fn start(config: EmbeddedConfig) -> Result<Self, StartError> {
         let root = config.root.clone();
-        let opened = tokio::task::spawn_blocking(move || Disk::open(root)).await;
+        let opened = tokio::task::spawn_blocking(move || Disk::open(root, config.reserve_bytes)).await;
         let disk = match opened {
             Ok(disk) => disk?,
             Err(join) => std::panic::resume_unwind(join.into_panic()),

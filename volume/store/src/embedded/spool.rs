@@ -52,6 +52,7 @@ pub(super) struct Spool {
 impl Spool {
     /// Writes what is pending.
     fn flushed(mut self, disk: &Disk) -> Result<Self, DiskError> {
+        disk.check_room(self.pending.iter().map(|chunk| chunk.len() as u64).sum())?;
         let mut temp = match self.temp.take() {
             Some(temp) => temp,
             None => disk.temp_file()?,

@@ -129,6 +129,7 @@ impl Disk {
         let upload = self.upload(id, bucket, key)?;
         let dir = self.upload_dir(id)?;
         let checked = check_parts(&dir, parts)?;
+        self.check_room(checked.iter().map(|(_, part)| part.bytes).sum())?;
         let mut temp = self.temp_file()?;
         let mut bytes = 0;
         let mut tags = blake3::Hasher::new();

@@ -332,7 +332,7 @@ mod tests {
             limit in 1_usize..8,
         ) {
             let dir = tempfile::tempdir().unwrap();
-            let disk = Disk::open(dir.path().to_owned()).unwrap();
+            let disk = Disk::open(dir.path().to_owned(), 0).unwrap();
             disk.create_bucket("bucket").unwrap();
             keys.iter().for_each(|key| put(&disk, key));
             let mut keys: Vec<String> = keys.into_iter().collect();

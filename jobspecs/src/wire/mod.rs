@@ -11,6 +11,7 @@
 //! | 3 | a job notes which record opened its round; a queue deadline says what was waited for; items and stored specs are named for one job; `UploadFound`; a removed job is not rerun |
 //! | 4 | a token says when it was made; `RemoveTenant`; an attempt that is handed back is no try |
 
+pub mod guest;
 pub mod live;
 pub mod plan;
 pub mod record;

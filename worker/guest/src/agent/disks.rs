@@ -1,0 +1,132 @@
+//! Disks that come and go while the machine runs, and holding writes to them.
+//!
+//! Owns finding a disk, checking its size, mounting and unmounting. The slot's disk was another one when the machine was saved, and the
+//! kernel learns of the new size some moments after the host changed it.
+
+use std::ffi::CString;
+use std::fs::{self, File};
+use std::io;
+use std::os::fd::AsRawFd;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use rustix::mount::{MountFlags, UnmountFlags};
+use volley_jobspecs::wire::guest::{Answer, Disk, Mount, Refusal, RefusalKind};
+
+use super::session::refused;
+use crate::files;
+
+/// How long a disk's new size is waited for; it takes a few milliseconds.
+const SIZE_WAIT: Duration = Duration::from_secs(2);
+/// Between looks.
+const SIZE_LOOK: Duration = Duration::from_millis(2);
+/// Unit of sizes in /sys/block, in bytes, whatever the disk's own blocks are.
+const SECTOR_BYTES: u64 = 512;
+/// `_IOWR('X', 119, int)` and `_IOWR('X', 120, int)` of linux/fs.h.
+const FIFREEZE: libc::c_ulong = 0xC004_5877;
+const FITHAW: libc::c_ulong = 0xC004_5878;
+
+/// Mounts a disk.
+pub fn mount(mount: &Mount) -> Answer {
+    let name = match find(&mount.disk) {
+        Some(name) => name,
+        None => return Answer::Refused(Refusal::new(RefusalKind::NotFound, format!("there is no disk {:?}", mount.disk))),
+    };
+    let size = wait_for_size(&name, mount.bytes);
+    if size != mount.bytes {
+        let text = format!("disk {name} has {size} bytes, not {}", mount.bytes);
+        return Answer::Refused(Refusal::new(RefusalKind::System, text));
+    }
+    match try_mount(&name, mount) {
+        Ok(()) => Answer::Done,
+        Err(e) => refused(format_args!("mounting {name} ({}) at {}", mount.fs, mount.target), &e),
+    }
+}
+
+fn try_mount(name: &str, mount: &Mount) -> io::Result<()> {
+    fs::create_dir_all(&mount.target)?;
+    let mut flags = MountFlags::NOSUID | MountFlags::NODEV;
+    if mount.read_only {
+        flags |= MountFlags::RDONLY;
+    }
+    let options: Option<&std::ffi::CStr> = None;
+    rustix::mount::mount(format!("/dev/{name}"), &mount.target, &mount.fs, flags, options)?;
+    if let Some((uid, gid)) = mount.owner.filter(|_| !mount.read_only) {
+        std::os::unix::fs::chown(&mount.target, Some(uid), Some(gid))?;
+    }
+    Ok(())
+}
+
+/// Its name among the kernel's disks.
+fn find(disk: &Disk) -> Option<String> {
+    match disk {
+        // No way out of /sys/block.
+        Disk::Named(name) => (!name.contains('/') && !name.starts_with('.') && size(name).is_some()).then(|| name.clone()),
+        Disk::Serial(serial) => {
+            let mut names: Vec<String> =
+                fs::read_dir("/sys/block").ok()?.flatten().filter_map(|entry| entry.file_name().into_string().ok()).collect();
+            names.sort();
+            names.into_iter().find(|name| fs::read_to_string(format!("/sys/block/{name}/serial")).is_ok_and(|text| text.trim() == serial))
+        }
+    }
+}
+
+fn size(name: &str) -> Option<u64> {
+    let sectors: u64 = fs::read_to_string(format!("/sys/block/{name}/size")).ok()?.trim().parse().ok()?;
+    sectors.checked_mul(SECTOR_BYTES)
+}
+
+fn wait_for_size(name: &str, bytes: u64) -> u64 {
+    let deadline = Instant::now() + SIZE_WAIT;
+    loop {
+        let now = size(name).unwrap_or_default();
+        if now == bytes || Instant::now() >= deadline {
+            return now;
+        }
+        std::thread::sleep(SIZE_LOOK);
+    }
+}
+
+/// Writes out and unmounts.
+pub fn unmount(target: &str) -> Answer {
+    match rustix::mount::unmount(target, UnmountFlags::NOFOLLOW) {
+        Ok(()) => Answer::Done,
+        Err(e) => refused(format_args!("unmounting {target}"), &e.into()),
+    }
+}
+
+/// Holds writes to a file system, or lets them go on.
+pub fn freeze(target: &str, on: bool) -> Answer {
+    let what = if on { "freezing" } else { "thawing" };
+    let done = File::open(Path::new(target)).and_then(|dir| {
+        let request = if on { FIFREEZE } else { FITHAW };
+        // SAFETY: these requests ignore their argument.
+        let result = unsafe { libc::ioctl(dir.as_raw_fd(), request, 0) };
+        if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+    });
+    match done {
+        Ok(()) => Answer::Done,
+        Err(e) => refused(format_args!("{what} {target}"), &e),
+    }
+}
+
+/// Writes out, unmounts what was mounted from a disk, and switches the machine off. Does not come back when that works.
+///
+/// # Errors
+/// What the system says.
+pub fn switch_off() -> io::Result<()> {
+    rustix::fs::sync();
+    let mounts = fs::read_to_string("/proc/self/mounts").unwrap_or_default();
+    for line in mounts.lines().rev().filter(|line| line.starts_with("/dev/")) {
+        if let Some(target) = line.split(' ').nth(1).and_then(|target| CString::new(target).ok()) {
+            // One that is in use is made read-only by the kernel's own care: it was written out above.
+            let _ = rustix::mount::unmount(target.as_c_str(), UnmountFlags::DETACH);
+        }
+    }
+    Ok(rustix::system::reboot(rustix::system::RebootCommand::PowerOff)?)
+}
+
+/// Is the file system full, rather than broken?
+pub fn kind_of(e: &io::Error) -> RefusalKind {
+    if files::is_full(e) { RefusalKind::NoSpace } else { RefusalKind::System }
+}

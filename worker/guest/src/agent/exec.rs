@@ -1,0 +1,318 @@
+//! A command from start to end.
+//!
+//! Owns its process, its streams, its time limit, and the end of everything it started. Telling how it ended is all: what that means is
+//! the host's.
+
+use std::fs::File;
+use std::io::{self, Read, Write};
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::unix::process::CommandExt;
+use std::process::{Command, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::{Duration, Instant};
+
+use volley_jobspecs::wire::guest::mux::Channel;
+use volley_jobspecs::wire::guest::{Answer, Ended, Exec, Order, Refusal, RefusalKind, Usage, User};
+
+use super::Agent;
+use super::cgroup::Group;
+use super::children::Status;
+use super::session::{Call, refused};
+use super::users::{self, Ids};
+use crate::files::below;
+
+/// Bytes moved between a pipe and the channel at once: a pipe holds as many.
+const CHUNK_BYTES: usize = 64 * 1024;
+/// How long output is waited for once everything was killed. Only what could not be killed, or left the process group where there are no
+/// cgroups, can still hold a pipe.
+const DRAIN_WAIT: Duration = Duration::from_secs(2);
+
+/// A command that runs.
+struct Running {
+    pid: u32,
+    group: Option<Group>,
+    started: Instant,
+    /// Its output and errors, as far as they have not ended.
+    pumps: Arc<AtomicU32>,
+}
+
+/// Why it is no longer waited for.
+enum Stop {
+    /// It has ended.
+    Ended(Status),
+    /// Everything is to be killed.
+    Kill,
+    /// The processes are to be left alone.
+    Leave,
+}
+
+/// Runs a command and answers.
+pub fn run(agent: &Agent, call: &Call, exec: &Exec) {
+    let running = match start(agent, call, exec) {
+        Ok(running) => running,
+        Err(answer) => return call.finish(&answer),
+    };
+    call.say(&Answer::Started { pid: running.pid });
+    let (stop, timed_out) = watch(agent, call, exec, running.pid);
+    let status = match stop {
+        Stop::Leave => {
+            agent.children.forget(running.pid);
+            return call.finish(&Answer::Done);
+        }
+        Stop::Ended(status) => Some(status),
+        Stop::Kill => None,
+    };
+    let survivors = kill_tree(&running);
+    // What was killed ends at once.
+    let deadline = Some(Instant::now() + DRAIN_WAIT);
+    let status = status.or_else(|| agent.session.wait(deadline, |_| agent.children.status(running.pid)));
+    // A pump may wait for the host to read, for as long as there is a host. Only where something may have survived is there a deadline.
+    let sure = running.group.is_some() && survivors == 0;
+    let deadline = (!sure).then(|| Instant::now() + DRAIN_WAIT);
+    agent.session.wait(deadline, |state| (running.pumps.load(Ordering::Acquire) == 0 || call.is_over(state)).then_some(()));
+    let answer = match status {
+        Some(status) => Answer::Ended(ended(status, running.group.as_ref(), running.started, timed_out, survivors)),
+        None => Answer::Refused(Refusal::new(RefusalKind::System, format!("process {} can't be killed", running.pid))),
+    };
+    agent.children.forget(running.pid);
+    if let Some(group) = &running.group {
+        group.remove();
+    }
+    call.finish(&answer);
+}
+
+fn start(agent: &Agent, call: &Call, exec: &Exec) -> Result<Running, Answer> {
+    let bad = |text: String| Answer::Refused(Refusal::new(RefusalKind::BadRequest, text));
+    let Some((program, arguments)) = exec.argv.split_first().filter(|(program, _)| !program.is_empty()) else {
+        return Err(bad("a command without a program".to_owned()));
+    };
+    if exec.env.iter().any(|(name, _)| name.is_empty() || name.contains('=')) {
+        return Err(bad("a variable without a name, or with = in it".to_owned()));
+    }
+    let ids = ids(exec.user.as_ref())?;
+    let cwd = exec.cwd.as_deref().unwrap_or("/");
+    if !std::path::Path::new(cwd).is_dir() {
+        return Err(Answer::Refused(Refusal::new(RefusalKind::NotFound, format!("the working directory {cwd} is no directory"))));
+    }
+    if agent.cgroups.is_none() && (exec.limits.memory_bytes.is_some() || exec.limits.pids.is_some() || exec.limits.cpu_milli.is_some()) {
+        return Err(bad("this machine can't limit memory, processes or CPU".to_owned()));
+    }
+    let group = agent.cgroups.as_ref().map(|cgroups| cgroups.group(&exec.limits)).transpose();
+    let group = group.map_err(|e| refused("making a cgroup", &e))?;
+    let mut command = Command::new(program);
+    command.args(arguments).env_clear().envs(exec.env.iter().map(|(name, value)| (name, value)));
+    let made = streams(&mut command, exec.input, ids.as_ref()).and_then(|ends| {
+        prepare(&mut command, group.as_ref(), ids, cwd, exec.limits.open_files)?;
+        Ok(ends)
+    });
+    let spawned = made.and_then(|ends| Ok((agent.children.spawn(&mut command)?, ends)));
+    // Holds the child's ends of the pipes: with them its output would never end.
+    drop(command);
+    let (pid, (input, output, errors)) = match spawned {
+        Ok(spawned) => spawned,
+        Err(e) => {
+            if let Some(group) = group {
+                group.remove();
+            }
+            return Err(Answer::Refused(Refusal {
+                errno: e.raw_os_error(),
+                ..Refusal::new(RefusalKind::CannotExec, format!("{program}: {e}"))
+            }));
+        }
+    };
+    let running = Running { pid, group, started: Instant::now(), pumps: Arc::new(AtomicU32::new(2)) };
+    let moved = pump(call, output, Channel::Output, &running.pumps)
+        .and_then(|()| pump(call, errors, Channel::Errors, &running.pumps))
+        .and_then(|()| input.map_or(Ok(()), |end| feed(call, end)));
+    match moved {
+        Ok(()) => Ok(running),
+        Err(e) => {
+            kill_tree(&running);
+            if let Some(group) = &running.group {
+                group.remove();
+            }
+            Err(refused("starting a thread", &e))
+        }
+    }
+}
+
+fn ids(user: Option<&User>) -> Result<Option<Ids>, Answer> {
+    match user {
+        None => Ok(None),
+        Some(User::Ids { uid, gid, groups }) => Ok(Some(Ids { uid: *uid, gid: *gid, groups: groups.clone() })),
+        Some(User::Named(name)) => match users::find(name) {
+            Some(ids) => Ok(Some(ids)),
+            None => Err(Answer::Refused(Refusal::new(RefusalKind::NotFound, format!("there is no user {name}")))),
+        },
+    }
+}
+
+/// Gives the command its streams, which are its user's, so that it can open them by name (/dev/stdout). Returns the agent's ends of input,
+/// output and errors.
+fn streams(command: &mut Command, input: bool, ids: Option<&Ids>) -> io::Result<(Option<OwnedFd>, OwnedFd, OwnedFd)> {
+    let owner = ids.map(|ids| (ids.uid, ids.gid));
+    let mine_of_input = if input {
+        let (theirs, mine) = io::pipe()?;
+        below::own(&theirs, owner)?;
+        command.stdin(Stdio::from(theirs));
+        Some(OwnedFd::from(mine))
+    } else {
+        command.stdin(Stdio::null());
+        None
+    };
+    let ((output, their_output), (errors, their_errors)) = (io::pipe()?, io::pipe()?);
+    below::own(&their_output, owner)?;
+    below::own(&their_errors, owner)?;
+    command.stdout(Stdio::from(their_output)).stderr(Stdio::from(their_errors));
+    Ok((mine_of_input, output.into(), errors.into()))
+}
+
+/// Sets what happens in the new process before it becomes the program.
+fn prepare(command: &mut Command, group: Option<&Group>, ids: Option<Ids>, cwd: &str, open_files: Option<u64>) -> io::Result<()> {
+    let entrance: Option<File> = group.map(Group::entrance).transpose()?;
+    let cwd = std::ffi::CString::new(cwd)?;
+    let check = |result: libc::c_int| if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) };
+    // SAFETY: only system calls between fork and exec, on data made before.
+    unsafe {
+        command.pre_exec(move || {
+            if let Some(entrance) = &entrance
+                && libc::write(entrance.as_raw_fd(), c"0".as_ptr().cast(), 1) != 1
+            {
+                return Err(io::Error::last_os_error());
+            }
+            libc::setsid();
+            if let Some(limit) = open_files {
+                let limit = libc::rlimit { rlim_cur: limit, rlim_max: limit };
+                check(libc::setrlimit(libc::RLIMIT_NOFILE, &raw const limit))?;
+            }
+            if let Some(ids) = &ids {
+                check(libc::setgroups(ids.groups.len(), ids.groups.as_ptr()))?;
+                check(libc::setgid(ids.gid))?;
+                check(libc::setuid(ids.uid))?;
+            }
+            // As the user: it must be able to be there.
+            check(libc::chdir(cwd.as_ptr()))
+        });
+    }
+    Ok(())
+}
+
+/// Moves what a process writes to the host. When nobody takes it any more it is dropped, so that what may live on is not held up.
+fn pump(call: &Call, from: OwnedFd, channel: Channel, open: &Arc<AtomicU32>) -> io::Result<()> {
+    let (call, open) = (call.clone(), open.clone());
+    super::thread("output", move || {
+        let mut from = File::from(from);
+        let mut bytes = vec![0; CHUNK_BYTES];
+        while let Ok(len) = from.read(&mut bytes) {
+            if len == 0 {
+                break;
+            }
+            let _ = call.write(channel, bytes.get(..len).unwrap_or_default());
+        }
+        call.end(channel);
+        open.fetch_sub(1, Ordering::Release);
+        // With the lock of those who wait, so that none misses it between its look and its wait.
+        drop(call.session.lock());
+        call.session.notify();
+    })?;
+    Ok(())
+}
+
+/// Moves what the host writes to a process. Its end is the command's: a command that reads nothing more ends it.
+fn feed(call: &Call, to: OwnedFd) -> io::Result<()> {
+    let call = call.clone();
+    super::thread("input", move || {
+        let mut to = File::from(to);
+        let mut bytes = vec![0; CHUNK_BYTES];
+        let mut open = true;
+        while let Ok(len) = call.read(&mut bytes) {
+            if len == 0 {
+                break;
+            }
+            // What is not taken is dropped, so that the host can send all of it.
+            open = open && to.write_all(bytes.get(..len).unwrap_or_default()).is_ok();
+        }
+    })?;
+    Ok(())
+}
+
+/// Waits for the command, its time limit, the host's orders, and the session's end.
+fn watch(agent: &Agent, call: &Call, exec: &Exec, pid: u32) -> (Stop, bool) {
+    let after = |ms: u64| Instant::now().checked_add(Duration::from_millis(ms));
+    let mut deadline = exec.timeout_ms.and_then(after);
+    let mut timed_out = false;
+    loop {
+        let next = agent.session.wait(deadline, |state| {
+            if let Some(status) = agent.children.status(pid) {
+                return Some(Ok(Stop::Ended(status)));
+            }
+            if call.is_over(state) {
+                return Some(Ok(if state.keep { Stop::Leave } else { Stop::Kill }));
+            }
+            call.order(state).map(Err)
+        });
+        match next {
+            Some(Ok(stop)) => return (stop, timed_out),
+            Some(Err(Order::Signal(signal))) => signal_group(pid, signal),
+            Some(Err(Order::Kill)) => return (Stop::Kill, timed_out),
+            None if deadline.is_none() => {}
+            None if timed_out => return (Stop::Kill, true),
+            None => {
+                timed_out = true;
+                signal_group(pid, libc::SIGTERM);
+                deadline = after(exec.grace_ms);
+            }
+        }
+    }
+}
+
+fn signal_group(pid: u32, signal: i32) {
+    if let Ok(pid) = i32::try_from(pid).map(|pid| -pid) {
+        // SAFETY: a plain system call. The number is the group's own while the group has a process, and numbers are given out in turn.
+        unsafe { libc::kill(pid, signal) };
+    }
+}
+
+/// Ends everything the command started. How many could not be ended.
+fn kill_tree(running: &Running) -> u32 {
+    match &running.group {
+        Some(group) => group.kill(),
+        // Only in tests: what left the process group is not found.
+        None => {
+            signal_group(running.pid, libc::SIGKILL);
+            0
+        }
+    }
+}
+
+/// Ends what commands of all sessions left. How many could not be ended.
+pub fn kill_left(agent: &Agent) -> u32 {
+    let Some(cgroups) = &agent.cgroups else { return 0 };
+    cgroups
+        .all()
+        .into_iter()
+        .map(|group| {
+            let left = group.kill();
+            group.remove();
+            left
+        })
+        .sum()
+}
+
+/// Processes that commands left or are.
+pub fn count_left(agent: &Agent) -> u32 {
+    agent.cgroups.iter().flat_map(|cgroups| cgroups.all()).map(|group| group.members()).sum()
+}
+
+fn ended(status: Status, group: Option<&Group>, started: Instant, timed_out: bool, survivors: u32) -> Ended {
+    let wall_ms = u64::try_from(started.elapsed().as_millis()).unwrap_or(u64::MAX);
+    let usage = match group {
+        Some(group) => {
+            let (user_us, system_us, memory_peak_bytes) = group.usage();
+            Usage { wall_ms, user_us, system_us, memory_peak_bytes }
+        }
+        None => Usage { wall_ms, user_us: status.user_us, system_us: status.system_us, memory_peak_bytes: Some(status.memory_peak_bytes) },
+    };
+    Ended { exit: status.exit, timed_out, oom_kills: group.map_or(0, Group::oom_kills), usage, survivors }
+}

@@ -18,6 +18,7 @@ pub mod driver;
 pub mod error;
 pub mod execute;
 pub mod executor;
+pub mod image;
 pub mod inputs;
 pub mod io;
 pub mod job;

@@ -368,3 +368,6 @@ fn put32(bytes: &mut Vec<u8>, value: u32) {
 fn put64(bytes: &mut Vec<u8>, value: u64) {
     bytes.extend_from_slice(&value.to_le_bytes());
 }
+
+#[cfg(test)]
+mod tests;

@@ -6,7 +6,7 @@
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use super::erofs::{self, Contents};
 use super::layer::{self, Budget, LayerError};
@@ -164,7 +164,7 @@ struct Found {
 /// # Errors
 /// [`ImportError`]. What was fetched stays until the store is opened again or an image is removed, so that another try finds it.
 pub async fn import(store: &Store, source: Source, limits: Limits) -> Result<ImageNote, ImportError> {
-    let _busy = store.busy.clone().read_owned().await;
+    let busy = store.busy.clone().read_owned().await;
     let shown = source.shown();
     let found = match source {
         Source::Registry { reference, plain_http, credentials } => {
@@ -178,6 +178,8 @@ pub async fn import(store: &Store, source: Source, limits: Limits) -> Result<Ima
     };
     let store = store.clone();
     blocking(move || {
+        // Until it is done, also if nobody waits for it any more.
+        let _busy = busy;
         let io_error = |source| ImportError::Store { dir: store.dir().to_owned(), source };
         let root = Store::root_name(&found.layers);
         if store.root_note(&root).map_err(io_error)?.is_none() {
@@ -278,7 +280,7 @@ fn build(store: &Store, root: &Digest, found: &Found, limits: &Limits) -> Result
     for (index, named) in found.layers.iter().enumerate() {
         let layer = index + 1;
         let scratch = store.scratch().map_err(io_error)?;
-        let unpacked = unpack(&store.blob(&named.digest), scratch, found.diffs.get(index), left, limits.unpacked_bytes);
+        let unpacked = unpack(&store.blob(&named.digest), &named.digest, scratch, found.diffs.get(index), left, limits.unpacked_bytes);
         let mut unpacked = unpacked.map_err(|source| ImportError::Unpack { layer, source })?;
         left -= unpacked.bytes;
         let entries = layer::entries(&mut unpacked.file, &mut budget).map_err(|source| ImportError::Layer { layer, source })?;
@@ -297,10 +299,4 @@ impl Contents for Layers {
         let unpacked = self.0.get(layer).ok_or_else(|| io::Error::other("a file of a layer that is not there"))?;
         unpacked.file.read_exact_at(buffer, at)
     }
-}
-
-/// Is there an archive or directory at `path` that is an OCI image layout?
-#[must_use]
-pub fn is_layout(path: &Path) -> bool {
-    path.join("oci-layout").is_file() || path.is_file() && Layout::open(path).is_ok_and(|layout| layout.index().is_ok())
 }

@@ -49,12 +49,12 @@ pub struct Unpacked {
     pub bytes: u64,
 }
 
-/// Unpacks `blob` into `scratch`, an empty file, or leaves it where it is if it is not packed. `left`: bytes that may come out, of the
-/// `max` for the whole image.
+/// Unpacks `blob`, whose digest is `digest`, into `scratch`, an empty file, or leaves it where it is if it is not packed. `left`: bytes
+/// that may come out, of the `max` for the whole image.
 ///
 /// # Errors
 /// [`UnpackError`].
-pub fn unpack(blob: &Path, scratch: File, wanted: Option<&Digest>, left: u64, max: u64) -> Result<Unpacked, UnpackError> {
+pub fn unpack(blob: &Path, digest: &Digest, scratch: File, wanted: Option<&Digest>, left: u64, max: u64) -> Result<Unpacked, UnpackError> {
     let mut file = File::open(blob)?;
     let mut magic = Vec::new();
     (&file).take(4).read_to_end(&mut magic)?;
@@ -71,8 +71,7 @@ pub fn unpack(blob: &Path, scratch: File, wanted: Option<&Digest>, left: u64, ma
         if bytes > left {
             return Err(UnpackError::Large { max });
         }
-        // Its name is its digest.
-        return Ok(Unpacked { file, bytes });
+        (digest.clone(), bytes, file)
     };
     match wanted {
         Some(wanted) if *wanted != found => Err(UnpackError::Digest { found, wanted: wanted.clone() }),

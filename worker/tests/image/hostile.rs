@@ -117,20 +117,28 @@ async fn a_damaged_layout_is_seen() {
         assert!(why.contains(&name) && why.contains("was damaged"), "{why}");
         nothing_is_left(dir.path());
     }
-    // A configuration that speaks of other layers.
-    let (made, other) = (Made::layers(&[&[("a", "1")]]), Made::layers(&[&[("a", "2")]]));
-    let path = made.layout(Packing::Gzip);
-    let text = String::from_utf8(made.manifest(Packing::Gzip)).unwrap();
-    let forged = text.replace(&super::made::sha256(&made.config()), &super::made::sha256(&other.config()));
-    let put = |bytes: &[u8]| std::fs::write(path.join("blobs/sha256").join(&super::made::sha256(bytes)[7..]), bytes).unwrap();
-    put(forged.as_bytes());
-    put(&other.config());
-    let index = std::fs::read_to_string(path.join("index.json")).unwrap();
-    std::fs::write(path.join("index.json"), index.replace(&super::made::sha256(text.as_bytes()), &super::made::sha256(forged.as_bytes())))
+}
+
+#[tokio::test]
+async fn a_configuration_of_other_layers_is_seen() {
+    for packing in [Packing::Gzip, Packing::Plain] {
+        let (made, other) = (Made::layers(&[&[("a", "1")]]), Made::layers(&[&[("a", "2")]]));
+        let path = made.layout(packing);
+        let text = String::from_utf8(made.manifest(packing)).unwrap();
+        let forged = text.replace(&super::made::sha256(&made.config()), &super::made::sha256(&other.config()));
+        let put = |bytes: &[u8]| std::fs::write(path.join("blobs/sha256").join(&super::made::sha256(bytes)[7..]), bytes).unwrap();
+        put(forged.as_bytes());
+        put(&other.config());
+        let index = std::fs::read_to_string(path.join("index.json")).unwrap();
+        std::fs::write(
+            path.join("index.json"),
+            index.replace(&super::made::sha256(text.as_bytes()), &super::made::sha256(forged.as_bytes())),
+        )
         .unwrap();
-    let dir = tempfile::tempdir().unwrap();
-    let store = Store::open(dir.path()).unwrap();
-    let why = import(&store, layout(&path), Limits::default()).await.unwrap_err().to_string();
-    assert!(why.contains("the image's configuration says"), "{why}");
-    nothing_is_left(dir.path());
+        let dir = tempfile::tempdir().unwrap();
+        let store = Store::open(dir.path()).unwrap();
+        let why = import(&store, layout(&path), Limits::default()).await.unwrap_err().to_string();
+        assert!(why.contains("the image's configuration says"), "{why}");
+        nothing_is_left(dir.path());
+    }
 }

@@ -13,6 +13,7 @@ use sha2::{Digest, Sha256};
 pub enum Packing {
     Gzip,
     Zstd,
+    Plain,
 }
 
 /// An image's files, and its layers as archives.
@@ -134,6 +135,7 @@ impl Made {
                 encoder.finish().unwrap()
             }
             Packing::Zstd => zstd::stream::encode_all(&layer[..], 1).unwrap(),
+            Packing::Plain => layer.clone(),
         };
         self.layers.iter().map(pack).collect()
     }
@@ -141,12 +143,13 @@ impl Made {
     /// Its manifest.
     pub fn manifest(&self, packing: Packing) -> Vec<u8> {
         let kind = match packing {
-            Packing::Gzip => "gzip",
-            Packing::Zstd => "zstd",
+            Packing::Gzip => "+gzip",
+            Packing::Zstd => "+zstd",
+            Packing::Plain => "",
         };
         let layer = |bytes: Vec<u8>| {
             let (digest, size) = (sha256(&bytes), bytes.len());
-            format!(r#"{{"mediaType":"application/vnd.oci.image.layer.v1.tar+{kind}","digest":"{digest}","size":{size}}}"#)
+            format!(r#"{{"mediaType":"application/vnd.oci.image.layer.v1.tar{kind}","digest":"{digest}","size":{size}}}"#)
         };
         let layers: Vec<String> = self.packed(packing).into_iter().map(layer).collect();
         let (layers, config) = (layers.join(","), self.config());

@@ -33,8 +33,8 @@ enum Trouble {
     Basic,
     /// The first answers are 503.
     Busy(usize),
-    /// A token server that is not on this machine and not encrypted; asked for only if the registry is not either.
-    OddRealm,
+    /// It asks who we are in a way that is not known here.
+    OddScheme,
 }
 
 struct Server {
@@ -134,7 +134,7 @@ impl Served {
             Trouble::Basic if authorization != Some("Basic bWU6c2VjcmV0") => {
                 return whole("401 Unauthorized", "WWW-Authenticate: Basic realm=\"x\"\r\n", vec![]);
             }
-            Trouble::OddRealm => return whole("401 Unauthorized", "WWW-Authenticate: Digest realm=\"x\"\r\n", vec![]),
+            Trouble::OddScheme => return whole("401 Unauthorized", "WWW-Authenticate: Digest realm=\"x\"\r\n", vec![]),
             Trouble::Busy(left) if *left > 0 => {
                 *left -= 1;
                 return whole("503 Service Unavailable", "", vec![]);
@@ -262,7 +262,7 @@ async fn credentials_are_given_where_they_are_asked_for() {
         let one = pulled(trouble, None).await;
         assert!(refused(&one).contains("does it want credentials?"), "{}", refused(&one));
     }
-    let one = pulled(Trouble::OddRealm, me()).await;
+    let one = pulled(Trouble::OddScheme, me()).await;
     assert!(refused(&one).contains("neither Basic nor Bearer") && !refused(&one).contains("secret"), "{}", refused(&one));
 }
 

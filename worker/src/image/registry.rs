@@ -461,4 +461,18 @@ mod tests {
         assert!(!format!("{credentials:?}").contains("secret"));
         assert_eq!(basic(&credentials), "Basic bWU6c2VjcmV0");
     }
+
+    #[tokio::test]
+    async fn who_we_are_is_not_told_in_the_open() {
+        let reference = Reference::parse("registry.example/a/b").unwrap();
+        let me = Credentials { user: "me".to_owned(), password: "secret".to_owned() };
+        let registry = Registry::new(&reference, false, Some(me)).unwrap();
+        assert!(registry.base.starts_with("https://registry.example/v2/a/b"), "{}", registry.base);
+        let challenge = Challenge { realm: "http://auth.example/token".to_owned(), service: None, scope: None };
+        let why = registry.token("https://registry.example/x", &challenge).await.unwrap_err();
+        assert!(matches!(&why, RegistryError::Challenge { why, .. } if why.contains("not encrypted")), "{why}");
+        // Nor is anything else asked for without encryption.
+        let why = registry.client.get("http://registry.example/").send().await.unwrap_err();
+        assert!(why.is_builder(), "{why:?}");
+    }
 }

@@ -218,3 +218,37 @@ async fn what_is_there_is_not_made_again_and_goes_with_its_last_image() {
     assert_eq!(store.bytes().unwrap(), 0);
     assert_eq!(std::fs::read_dir(dir.path().join("tmp")).unwrap().count(), 0);
 }
+
+#[tokio::test]
+async fn importing_and_removing_at_once_leaves_whole_images() {
+    let made = Made::layers(&[&[("a", "1")], &[("b", "2")]]);
+    let path = made.layout(Packing::Gzip);
+    let dir = tempfile::tempdir().unwrap();
+    let store = Store::open(dir.path()).unwrap();
+    let digest = imported(&store, layout(&path)).await.digest;
+    for round in 0..20 {
+        let imports: Vec<_> = (0..4)
+            .map(|_| {
+                let (store, source) = (store.clone(), layout(&path));
+                tokio::spawn(async move { import(&store, source, Limits::default()).await })
+            })
+            .collect();
+        tokio::task::yield_now().await;
+        // Nobody waits for one of them any more.
+        imports[round % 4].abort();
+        remove(&store, digest.clone()).await.unwrap();
+        for (index, import) in imports.into_iter().enumerate() {
+            match import.await {
+                Ok(note) => assert_eq!(note.unwrap().digest, digest),
+                Err(stopped) => assert!(stopped.is_cancelled() && index == round % 4, "{stopped}"),
+            }
+        }
+    }
+    // Whatever came last: what is listed is whole, and what is not is gone at the next start.
+    let note = imported(&store, layout(&path)).await;
+    assert_eq!(store.image(&digest).unwrap(), Some(note));
+    let store = Store::open(dir.path()).unwrap();
+    assert_eq!(std::fs::read_dir(dir.path().join("tmp")).unwrap().count(), 0);
+    remove(&store, digest).await.unwrap();
+    assert_eq!(store.bytes().unwrap(), 0);
+}

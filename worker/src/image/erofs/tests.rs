@@ -1,8 +1,6 @@
 //! Disks read back by a reader of the tests' own, which checks what Linux's driver relies on. That tools and a kernel read them too is
 //! shown by the integration tests.
 
-use std::collections::BTreeSet;
-
 use proptest::prelude::*;
 
 use super::super::entry::{Entry, What};

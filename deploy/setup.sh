@@ -72,6 +72,24 @@ install_guest() {
   rm -rf "$work"
 }
 
+# What tests of images read disks and serve images with. Debian's registry is unpacked, not installed: its package starts a service.
+# Returns an error where that can't be had.
+install_image_tools() {
+  local work missing=()
+  export PATH="$CACHE/registry/bin:$PATH:/usr/sbin:/sbin"
+  have fsck.erofs && have dump.erofs || missing+=(erofs-utils)
+  [ ${#missing[@]} = 0 ] && have docker-registry && return
+  have apt-get || return 1
+  # In a shell of its own: without root this is no reason to stop.
+  [ ${#missing[@]} = 0 ] || (apt_install "${missing[@]}") || return 1
+  have docker-registry && return
+  say "unpacking docker-registry for tests"
+  work="$CACHE/registry/unpack.$$"
+  mkdir -p "$work" "$CACHE/registry/bin" && (cd "$work" && apt-get -qq -o APT::Sandbox::User=root download docker-registry && dpkg-deb -x ./*.deb .) &&
+    mv "$work/usr/bin/docker-registry" "$CACHE/registry/bin/" || { rm -rf "$work"; return 1; }
+  rm -rf "$work"
+}
+
 check_rust() {
   have cargo || die "no cargo; install Rust $RUST_MINIMUM or newer"
   local found

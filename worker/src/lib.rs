@@ -19,6 +19,7 @@ pub mod error;
 pub mod execute;
 pub mod executor;
 pub mod guest;
+pub mod image;
 pub mod inputs;
 pub mod io;
 pub mod job;

@@ -1,0 +1,175 @@
+//! Names of images in registries: `[HOST[:PORT]/]REPOSITORY[:TAG][@DIGEST]`, as Docker reads them.
+//!
+//! Owns the grammar and its defaults. Does not own fetching (`registry`).
+
+use super::oci::Digest;
+
+/// Longest name of a repository, in bytes: what registries take.
+const REPOSITORY_BYTES_MAX: usize = 255;
+/// Longest tag: what the distribution specification allows.
+const TAG_BYTES_MAX: usize = 128;
+/// Docker's own registry, which is meant where none is named, and the host that serves it.
+const DOCKER: &str = "docker.io";
+const DOCKER_HOST: &str = "registry-1.docker.io";
+
+/// Which of a repository's images.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Wanted {
+    /// Whatever has this tag now.
+    Tag(String),
+    /// This one.
+    Digest(Digest),
+}
+
+/// An image in a registry.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Reference {
+    /// `HOST` or `HOST:PORT`.
+    pub registry: String,
+    /// The repository.
+    pub repository: String,
+    /// Which of its images. A digest beats a tag.
+    pub wanted: Wanted,
+}
+
+/// A name that is none.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{text:?} names no image: {what}; write [HOST[:PORT]/]NAME[:TAG][@sha256:DIGEST]")]
+pub struct ReferenceError {
+    /// What was written.
+    pub text: String,
+    /// What is wrong with it.
+    pub what: &'static str,
+}
+
+impl Reference {
+    /// Reads a name.
+    ///
+    /// # Errors
+    /// [`ReferenceError`].
+    pub fn parse(text: &str) -> Result<Self, ReferenceError> {
+        let wrong = |what| ReferenceError { text: text.to_owned(), what };
+        let (name, digest) = match text.split_once('@') {
+            Some((name, digest)) => (name, Some(Digest::parse(digest).ok_or_else(|| wrong("its digest is not sha256 and 64 digits"))?)),
+            None => (text, None),
+        };
+        let (registry, rest) = match name.split_once('/') {
+            Some((host, rest)) if host.contains(['.', ':']) || host == "localhost" => (host, rest),
+            _ => (DOCKER, name),
+        };
+        let (path, tag) = rest.rsplit_once(':').map_or((rest, None), |(path, tag)| (path, Some(tag)));
+        let repository = if registry == DOCKER && !path.contains('/') { format!("library/{path}") } else { path.to_owned() };
+        if !is_host(registry) {
+            return Err(wrong("its registry is no host"));
+        }
+        if repository.len() > REPOSITORY_BYTES_MAX || !repository.split('/').all(is_repository_part) {
+            return Err(wrong("its repository may have lower-case letters, digits, and single . _ - / between them"));
+        }
+        let wanted = match (digest, tag) {
+            (Some(digest), _) => Wanted::Digest(digest),
+            (None, Some(tag)) if is_tag(tag) => Wanted::Tag(tag.to_owned()),
+            (None, Some(_)) => return Err(wrong("its tag may have letters, digits, . _ -, and 128 at most")),
+            (None, None) => Wanted::Tag("latest".to_owned()),
+        };
+        Ok(Self { registry: registry.to_owned(), repository, wanted })
+    }
+
+    /// The host to connect to.
+    #[must_use]
+    pub fn host(&self) -> &str {
+        if self.registry == DOCKER { DOCKER_HOST } else { &self.registry }
+    }
+
+    /// Is it on this machine?
+    #[must_use]
+    pub fn is_loopback(&self) -> bool {
+        if let Some(rest) = self.registry.strip_prefix("[::1]") {
+            return rest.is_empty() || rest.starts_with(':');
+        }
+        let host = self.registry.split(':').next().unwrap_or_default();
+        host == "localhost" || host.parse::<std::net::Ipv4Addr>().is_ok_and(|address| address.is_loopback())
+    }
+}
+
+fn is_host(text: &str) -> bool {
+    let (host, port) = match text.strip_prefix('[') {
+        Some(rest) => match rest.split_once(']') {
+            Some((host, port)) if host.parse::<std::net::Ipv6Addr>().is_ok() => {
+                ("", if port.is_empty() { None } else { port.strip_prefix(':').or(Some("")) })
+            }
+            _ => return false,
+        },
+        None => text.split_once(':').map_or((text, None), |(host, port)| (host, Some(port))),
+    };
+    let name =
+        text.starts_with('[') || !host.is_empty() && host.bytes().all(|byte| byte.is_ascii_alphanumeric() || matches!(byte, b'.' | b'-'));
+    name && port.is_none_or(|port| port.parse::<u16>().is_ok())
+}
+
+fn is_repository_part(part: &str) -> bool {
+    let ends = |byte: Option<u8>| byte.is_some_and(|byte| byte.is_ascii_lowercase() || byte.is_ascii_digit());
+    ends(part.bytes().next())
+        && ends(part.bytes().next_back())
+        && part.bytes().all(|byte| byte.is_ascii_lowercase() || byte.is_ascii_digit() || matches!(byte, b'.' | b'_' | b'-'))
+        && !part.contains("..")
+}
+
+fn is_tag(tag: &str) -> bool {
+    let word = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'_';
+    tag.len() <= TAG_BYTES_MAX && tag.bytes().next().is_some_and(word) && tag.bytes().all(|byte| word(byte) || matches!(byte, b'.' | b'-'))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_read_as_docker_reads_them() {
+        let tag = |text: &str, registry: &str, repository: &str, tag: &str| {
+            let want = Reference { registry: registry.to_owned(), repository: repository.to_owned(), wanted: Wanted::Tag(tag.to_owned()) };
+            assert_eq!(Reference::parse(text), Ok(want), "{text}");
+        };
+        tag("busybox", "docker.io", "library/busybox", "latest");
+        tag("me/app:1.0", "docker.io", "me/app", "1.0");
+        tag("127.0.0.1:5000/a/b:x", "127.0.0.1:5000", "a/b", "x");
+        tag("[::1]:5000/a", "[::1]:5000", "a", "latest");
+        tag("localhost/a", "localhost", "a", "latest");
+        let digest = format!("sha256:{}", "0".repeat(64));
+        let pinned = Reference::parse(&format!("ghcr.io/a/b:x@{digest}")).unwrap();
+        assert_eq!(pinned.wanted, Wanted::Digest(Digest::parse(&digest).unwrap()));
+    }
+
+    #[test]
+    fn what_is_no_name() {
+        for wrong in [
+            "",
+            "A",
+            "a/../b",
+            "host.x/",
+            "host.x/a?b=c",
+            "host.x:99999/a",
+            "user:pw@host.x/a",
+            "a b",
+            "a:",
+            "a:..",
+            "a@sha256:1",
+            "-x.y:1/-",
+        ] {
+            assert!(Reference::parse(wrong).is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn this_machine() {
+        for (text, here) in [
+            ("localhost:5000/a", true),
+            ("127.1.2.3/a", true),
+            ("[::1]/a", true),
+            ("localhost.example/a", false),
+            ("127.0.0.1.example/a", false),
+            ("10.0.0.1:5000/a", false),
+        ] {
+            assert_eq!(Reference::parse(text).unwrap().is_loopback(), here, "{text}");
+        }
+    }
+}

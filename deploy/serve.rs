@@ -188,7 +188,7 @@ pub async fn run_worker(config: Config, nats: &NatsConfig, store: StoreConfig, s
         handle.stop();
         std::future::pending::<()>().await;
     };
-    let run = volley_worker::run(config, NatsBus::new(client), objects, spawner, control);
+    let run = volley_worker::run_on_nats(config, NatsBus::new(client), objects, spawner, control);
     tokio::select! {
         ended = run => ended.map_err(line),
         () = signals => Ok(()),

@@ -22,8 +22,8 @@ use crate::stop::StopSignal;
 const READ_BYTES: usize = 64 * 1024;
 /// Bytes of the first read after a task has ended: most of those that were never watched wrote a line or nothing.
 const FIRST_READ_BYTES: usize = 4 * 1024;
-/// How often a slot looks whether its task's streams want to be watched: so long at most a task that fills its pipes at once waits, and
-/// what it writes is shown later. Far below what a person notices; far above what the shortest tasks take.
+/// How often a slot looks whether its task runs for longer than this, and so its streams want to be watched: twice as long at most a task
+/// that fills its pipes at once waits, and what it writes is shown later. Far below what a person notices; far above what the shortest tasks take.
 pub const LOOK_EVERY: Duration = Duration::from_millis(10);
 /// How long what is left in the pipes is read once everything is dead. There is no writer left then, unless a descriptor was handed
 /// to a process that isn't the task's.
@@ -114,6 +114,7 @@ pub async fn execute<M: Machine, B: Bus>(
     };
     let mut readers = (Reader::new(stdout, false), Reader::new(stderr, true));
     let mut watched = false;
+    let begun = tokio::time::Instant::now();
     executed.exit = loop {
         tokio::select! {
             biased;
@@ -121,7 +122,8 @@ pub async fn execute<M: Machine, B: Bus>(
             () = readers.0.read(&mut executed.stdout, live), if readers.0.is_watched() => {}
             () = readers.1.read(&mut executed.stderr, live), if readers.1.is_watched() => {}
             exit = machine.wait() => break exit,
-            _ = looks.tick(), if !watched => {
+            // A look that was due soon after its start says nothing of how long it takes.
+            _ = looks.tick(), if !watched => if begun.elapsed() >= LOOK_EVERY {
                 watched = true;
                 readers.0.watch();
                 readers.1.watch();

@@ -41,6 +41,7 @@ pub mod users;
 
 use std::sync::Arc;
 
+use futures::future::BoxFuture;
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::task::JoinHandle;
 use tokio_util::task::AbortOnDropHandle;
@@ -125,6 +126,18 @@ pub async fn run<B: Bus, O: Objects>(
     }
     drop(place);
     Ok(())
+}
+
+/// [`run`] over NATS and S3. Boxed: an `async fn` is compiled where it is awaited, and so the whole worker with the binary, not with how this
+/// crate is optimised.
+pub fn run_on_nats(
+    config: Config,
+    bus: NatsBus,
+    objects: S3Objects,
+    spawner: Option<Spawner>,
+    control: Control,
+) -> BoxFuture<'static, Result<(), RunError>> {
+    Box::pin(run(config, bus, objects, spawner, control))
 }
 
 /// What the core is told of this worker. `limits`: they can be enforced.

@@ -489,7 +489,7 @@ api_type! {
         pub attempt: u32,
         /// `stdout` or `stderr`.
         pub stream: String,
-        /// Where it begins in the stream. A jump says that pieces are missing; what was kept has them once the attempt has ended.
+        /// Where it begins in the stream. A jump says that bytes are missing; once the attempt has ended, what was kept of it may have them.
         pub offset: u64,
         /// Its bytes.
         pub base64: String,

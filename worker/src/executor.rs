@@ -22,7 +22,7 @@ use crate::dirs::{self, Dirs, Full};
 use crate::execute::{ExecuteError, Executed, LOOK_EVERY, execute};
 use crate::inputs::Inputs;
 use crate::job::{Job, Pages};
-use crate::live::{LiveOutput, Watched};
+use crate::live::{AllWatched, LiveOutput};
 use crate::persist::{self, Kept, PersistError, persist};
 use crate::ports::{Bus, Objects};
 use crate::prepare::{Prepared, prepare};
@@ -54,7 +54,7 @@ pub struct Shared<B, O> {
     /// Item pages.
     pub pages: Pages<O>,
     /// Who watches what.
-    pub watched: watch::Receiver<Watched>,
+    pub watched: watch::Receiver<AllWatched>,
     /// Where progress and ends go.
     pub events: mpsc::Sender<Input>,
     /// Where slots have their directories.
@@ -201,9 +201,9 @@ impl<B: Bus, O: Objects> Executor<B, O> {
             }
         }
         self.say(name, Progress::Started { grace_ms: prepared.grace_ms }).await;
-        let live = LiveOutput { bus: self.shared.bus.clone(), watched: self.shared.watched.clone(), name: *name };
+        let mut live = LiveOutput::new(self.shared.bus.clone(), self.shared.watched.clone(), *name);
         let bytes_max = self.shared.stream_bytes_max;
-        let executed = execute(&mut self.machine, &prepared, &mut self.stop, &live, bytes_max, &mut self.looks)
+        let executed = execute(&mut self.machine, &prepared, &mut self.stop, &mut live, bytes_max, &mut self.looks)
             .instrument(tracing::debug_span!("execute"))
             .await;
         self.laps.end(Stage::Execute);

@@ -33,8 +33,6 @@ const STOP_PATIENCE: Duration = Duration::from_secs(10);
 /// What the server writes to its log when it can't write a stream for want of room. It never tries that stream again (2.15, measured), so
 /// it must be started anew.
 const NO_ROOM: &str = "no space left on device";
-/// Pause before one that ended is started again.
-const RESTART_PAUSE: Duration = Duration::from_millis(500);
 /// A server that ends so soon after its start would do so again.
 const SHORT_LIFE: Duration = Duration::from_secs(5);
 /// After so many short lives in a row it is given up.
@@ -160,18 +158,10 @@ impl Nats {
             }
             eprintln!("{why}; starting it again");
             self.end().await;
-            loop {
-                room.wait().await;
-                tokio::time::sleep(RESTART_PAUSE).await;
-                let port = self.config.url.rsplit_once(':').and_then(|(_, port)| port.parse().ok()).unwrap_or(-1);
-                match begin(&self.dir, port, &self.password).await {
-                    Ok((child, full, _)) => {
-                        (self.child, self.full) = (child, full);
-                        break;
-                    }
-                    Err(_) if room.short().is_some() => {}
-                    Err(error) => return error,
-                }
+            let port = self.config.url.rsplit_once(':').and_then(|(_, port)| port.parse().ok()).unwrap_or(-1);
+            match room.restart(async || begin(&self.dir, port, &self.password).await).await {
+                Ok((child, full, _)) => (self.child, self.full) = (child, full),
+                Err(error) => return error,
             }
         }
     }

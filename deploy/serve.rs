@@ -27,16 +27,7 @@ pub type Ended = Result<(), String>;
 
 /// Makes one line of an error and its causes.
 pub fn line(error: impl std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut source = error.source();
-    while let Some(cause) = source {
-        let cause_text = cause.to_string();
-        if !text.contains(&cause_text) {
-            text = format!("{text}: {cause_text}");
-        }
-        source = cause.source();
-    }
-    text
+    volley_worker::chain(&error)
 }
 
 fn secret(path: &Path, what: &str) -> Result<String, String> {

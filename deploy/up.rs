@@ -31,8 +31,6 @@ const BUCKET: &str = "volley";
 const NO_ROOM: &str = "No space left on device";
 /// How long a cluster that was here before may take to answer.
 const ANSWER_PATIENCE: Duration = Duration::from_secs(2);
-/// Pause before a coordinator that ended is started again.
-const RESTART_PAUSE: Duration = Duration::from_secs(1);
 
 /// Starts everything, and ends it on a signal: the first drains, the second stops now.
 pub async fn up(args: UpArgs, spawner: Option<Spawner>, observer: Observing) -> Ended {
@@ -138,17 +136,9 @@ impl Coordinator {
                 return why;
             }
             eprintln!("The coordinator ended: {why}");
-            loop {
-                room.wait().await;
-                tokio::time::sleep(RESTART_PAUSE).await;
-                match run::run(self.config.clone(), self.stop.clone()).await {
-                    Ok(Running { join, .. }) => {
-                        self.join = join;
-                        break;
-                    }
-                    Err(_) if room.short().is_some() => {}
-                    Err(error) => return line(error),
-                }
+            match room.restart(async || run::run(self.config.clone(), self.stop.clone()).await).await {
+                Ok(Running { join, .. }) => self.join = join,
+                Err(error) => return line(error),
             }
         }
     }

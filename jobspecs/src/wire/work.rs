@@ -11,6 +11,11 @@ use crate::ids::{BundleId, Incarnation, JobId, TenantId, Term, WorkerId};
 use crate::wire::plan::{Isolation, JobPlan, SpecRef};
 use crate::wire::record::Run;
 
+/// A bundle that a worker holds for longer than this, in milliseconds, is not soon over, whatever its job's median says: the leader lets
+/// nothing more wait behind it, and the worker hands back what did, when the leader is heard. Only a bundle that is expected to take a second
+/// may wait, so it lies behind tasks that turned out long, and another worker may be idle.
+pub const YOUNG_BUNDLE_MS_MAX: u64 = 5_000;
+
 /// What a worker has. Said in every beat and recorded when it joins.
 #[derive(Debug, Clone, PartialEq, Eq, Encode, Decode, Serialize)]
 #[cbor(map)]

@@ -306,7 +306,7 @@ api_type! {
     pub struct WorkerView {
         /// Its name.
         pub worker: String,
-        /// `ready`, `draining`, `quarantined` or `silent`.
+        /// `ready`, `draining`, `quarantined` or `silent`; that it is silent, or drains by its own will, only the leader knows.
         pub state: String,
         /// Bundles it runs at once.
         pub slots: u32,

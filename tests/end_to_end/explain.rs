@@ -3,6 +3,7 @@
 use serde_json::json;
 
 use crate::support::Cluster;
+use crate::support::process::until;
 
 #[test]
 fn explain_names_what_is_in_the_way() {
@@ -42,4 +43,21 @@ fn explain_says_why_something_failed() {
         text.contains("1 of 2 tasks succeeded") && text.contains("1 tasks ended as exit_code") && text.contains("exit code 1"),
         "{text}"
     );
+}
+
+#[test]
+fn explain_says_what_a_task_is_at() {
+    let Some(cluster) = Cluster::up_with(&["--slots", "1"]) else { return };
+    let retry = json!({ "attempts": 2, "backoff": { "initial": "100s", "factor": 1.0 } });
+    let backing = cluster.submit(&cluster.spec(json!({ "count": 1 }), json!({ "command": "exit 3", "retry": retry }), json!({})));
+    cluster.until_tasks(&backing, "backoff", 1);
+    let said = |job: &str, task: &str| cluster.volley(&["explain", job, task]).exits(0).stdout;
+    let backs_off = said(&backing, "0");
+    assert!(backs_off.starts_with("the task backs off until 20") && backs_off.contains("failed 1 time, the last time as exit_code"), "{backs_off}");
+    let running = cluster.submit(&cluster.spec(json!({ "count": 2 }), json!({ "command": "sleep 60" }), json!({})));
+    cluster.until_tasks(&running, "running", 1);
+    // Said by the next beat.
+    until("it is known to run", || said(&running, "0").starts_with("the task runs, on worker local, since 20"));
+    assert!(said(&running, "0").contains(", in try 1"), "{}", said(&running, "0"));
+    assert!(said(&running, "1").starts_with("the task waits "), "{}", said(&running, "1"));
 }

@@ -383,7 +383,7 @@ impl Core {
         if !self.beat_out && now_ms >= self.beat_at_ms {
             self.beat_out = true;
             self.beat_at_ms = now_ms + self.config.beat_ms;
-            out.push(Action::Beat(self.beat()));
+            out.push(Action::Beat(self.beat(now_ms)));
         }
     }
 
@@ -483,7 +483,7 @@ impl Core {
         self.beat_out = false;
     }
 
-    fn beat(&self) -> Beat {
+    fn beat(&self, now_ms: u64) -> Beat {
         Beat {
             worker: self.config.worker.clone(),
             incarnation: self.heard.incarnation,
@@ -494,6 +494,7 @@ impl Core {
             reported: self.outbox.reported(),
             draining: self.going != Going::On,
             leaving: matches!(self.going, Going::Leaving { .. }) && self.bundles.is_empty(),
+            at: self.current.iter().flatten().map(|current| current.attempt.at(now_ms)).collect(),
         }
     }
 }

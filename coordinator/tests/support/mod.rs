@@ -295,6 +295,7 @@ pub async fn worker(
         reported: 0,
         draining: false,
         leaving: false,
+        at: Vec::new(),
     };
     tokio::spawn(async move {
         let mut ticks = tokio::time::interval(Duration::from_millis(100));

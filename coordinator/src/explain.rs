@@ -25,6 +25,9 @@ use crate::state::worker::{self, BUNDLES_PER_SLOT, Worker};
 /// Jobs named that hold the places a task waits for: enough to see whom to ask.
 const HOLDERS_NAMED: usize = 3;
 
+/// Workers named with what they lack, for somebody who submits: enough to see what is wrong with the spec.
+const WORKERS_NAMED: usize = 3;
+
 /// What only the leader knows.
 #[derive(Debug, Clone, Default)]
 pub struct Heard {
@@ -177,6 +180,30 @@ fn of_workers(job: &Job, state: &State, workers: &[WorkerExplanation]) -> String
     let holders = holders(state, job);
     let held = if holders.is_empty() { String::new() } else { format!(" ({holders})") };
     format!("every worker that could run this task is busy{held}, draining, quarantined or silent; see each worker's reasons")
+}
+
+/// What is to say when no worker that has joined could ever run such tasks, even when idle.
+#[must_use]
+pub fn nowhere(state: &State, needs: &Needs) -> Option<String> {
+    if state.workers.is_empty() {
+        return Some("no worker has joined the cluster, so nothing of it runs until one does (`volley worker`)".to_owned());
+    }
+    let mut named = Vec::new();
+    for (name, worker) in &state.workers {
+        let unfit = worker::unfit(&worker.info, needs);
+        if unfit.is_empty() {
+            return None;
+        }
+        if named.len() < WORKERS_NAMED {
+            let reasons: Vec<String> = unfit.iter().map(ToString::to_string).collect();
+            named.push(format!("{name} {}", reasons.join(" and ")));
+        }
+    }
+    let more = match state.workers.len() - named.len() {
+        0 => String::new(),
+        more => format!("; and {} more", units::count(more as u64, "worker")),
+    };
+    Some(format!("none of the workers that are there now could ever run its tasks: {}{more}", named.join("; ")))
 }
 
 /// Which other jobs hold places on workers that could run the job's tasks, those with most first.
@@ -349,6 +376,26 @@ mod tests {
             "the task backs off until 1970-01-01T00:02:00Z; it failed 1 time, the last time as exit_code, and try 2 comes then ($.task.retry.backoff)"
         );
         assert!(said(3, &heard).starts_with("the task waits for a worker: "));
+    }
+
+    #[test]
+    fn who_submits_is_told_when_no_worker_could_ever_run_it() {
+        let mut s = state(2, Isolation::Null);
+        let needs = s.jobs[&JobId(1)].facts.plan.needs.clone();
+        let said = nowhere(&s, &needs).unwrap_or_default();
+        assert_eq!(said, "none of the workers that are there now could ever run its tasks: w doesn't offer isolation \"process\"");
+        let other = s.workers.values().next().cloned().unwrap_or_else(|| panic!("no worker"));
+        for name in ["a", "b", "c"] {
+            s.workers.insert(WorkerId::new(name).unwrap_or_else(|e| panic!("{e}")), other.clone());
+        }
+        assert!(nowhere(&s, &needs).is_some_and(|said| said.ends_with("; and 1 worker more")), "{:?}", nowhere(&s, &needs));
+        s.workers.values_mut().for_each(|worker| worker.draining = true);
+        if let Some(worker) = s.workers.values_mut().next() {
+            worker.info.isolation = vec![Isolation::Process];
+        }
+        assert_eq!(nowhere(&s, &needs), None, "one that drains may be resumed");
+        s.workers.clear();
+        assert!(nowhere(&s, &needs).is_some_and(|said| said.contains("no worker has joined")));
     }
 
     #[test]

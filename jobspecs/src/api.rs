@@ -62,6 +62,9 @@ api_type! {
         pub tasks: u32,
         /// Was it there already, under the same idempotency key?
         pub existed: bool,
+        /// What keeps it from running as things are now, such as that no worker could ever run its tasks; workers may come.
+        #[serde(default, skip_serializing_if = "Vec::is_empty")]
+        pub warnings: Vec<String>,
     }
 }
 
@@ -467,6 +470,9 @@ api_type! {
         pub first: Vec<serde_json::Value>,
         /// The last tasks, without those in `first`.
         pub last: Vec<serde_json::Value>,
+        /// What would keep it from running as things are now; workers may come.
+        #[serde(default, skip_serializing_if = "Vec::is_empty")]
+        pub warnings: Vec<String>,
     }
 }
 

@@ -61,3 +61,24 @@ fn explain_says_what_a_task_is_at() {
     assert!(said(&running, "0").contains(", in try 1"), "{}", said(&running, "0"));
     assert!(said(&running, "1").starts_with("the task waits "), "{}", said(&running, "1"));
 }
+
+#[test]
+fn who_submits_what_no_worker_could_run_is_warned_and_not_refused() {
+    let Some(cluster) = Cluster::up() else { return };
+    let large = cluster.spec(json!({ "count": 9 }), json!({ "command": "true", "resources": { "cpus": 1000 } }), json!({}));
+    let warned = |ran: &crate::support::process::Ran| {
+        let lines: Vec<&str> = ran.stderr.lines().filter(|line| line.starts_with("warning: ")).collect();
+        assert!(lines.len() == 1 && lines[0].contains("could ever run its tasks: local has") && lines[0].contains("cores"), "{ran:?}");
+    };
+    let planned = cluster.volley(&["plan", "--server", "--show", "1", &large]).exits(0);
+    warned(&planned);
+    assert!(planned.stdout.contains("task 0\n") && planned.stdout.contains("task 8\n") && !planned.stdout.contains("task 1\n"), "{planned:?}");
+    let submitted = cluster.volley(&["submit", &large, "--key", "k"]).exits(0);
+    warned(&submitted);
+    let again = cluster.volley(&["submit", &large, "--key", "k"]).exits(0);
+    assert!(!again.stderr.contains("warning") && again.stdout == submitted.stdout, "once is enough: {again:?}");
+    let small = cluster.spec(json!({ "count": 9 }), json!({ "command": "true" }), json!({}));
+    let planned = cluster.volley(&["plan", "--server", "--show", "4", &small]).exits(0);
+    assert!(planned.stderr.is_empty() && planned.stdout.contains("task 3\n") && !planned.stdout.contains("task 4\n"), "{planned:?}");
+    cluster.volley(&["run", &small]).exits(0);
+}

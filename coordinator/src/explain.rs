@@ -62,10 +62,14 @@ pub fn explain_job(state: &State, id: JobId, heard: &Heard) -> Explanation {
     let counts = job.counts();
     let mut explanation =
         if job.waiting() > 0 { waiting(state, job, heard) } else { only("nothing of the job waits for a worker".to_owned()) };
-    let places = [(counts.waiting, "wait for a worker"), (counts.running, "are with workers"), (counts.backoff, "wait for their next try")];
-    explanation.details.extend(
-        places.into_iter().filter(|(count, _)| *count > 0).map(|(count, what)| format!("{count} of {} tasks {what}", counts.total)),
-    );
+    let places = [
+        (counts.waiting, "waits for a worker", "wait for a worker"),
+        (counts.running, "is with a worker", "are with workers"),
+        (counts.backoff, "waits for its next try", "wait for their next try"),
+    ];
+    let total = units::count(u64::from(counts.total), "task");
+    let said = |(count, one, more): (u32, &str, &str)| format!("{count} of {total} {}", if count == 1 { one } else { more });
+    explanation.details.extend(places.into_iter().filter(|(count, ..)| *count > 0).map(said));
     explanation
 }
 
@@ -110,7 +114,9 @@ fn open(state: &State, job: &Job, index: u32, cell: Cell, heard: &Heard) -> Stri
     };
     let is_it = |at: &&At| (at.name.job, at.name.index, at.name.sequence) == (job.id, index, bundle.sequence);
     let Some(at) = of_worker.at.iter().find(is_it) else {
-        return format!("the task waits at worker {worker} for its turn{given}, in try {number}: other tasks of its bundle or slot run first{silent}");
+        return format!(
+            "the task waits at worker {worker} for its turn{given}, in try {number}: other tasks of its bundle or slot run first{silent}"
+        );
     };
     let since = instant(state.head.now_ms.saturating_sub(of_worker.silent_ms + at.for_ms));
     let what = match at.stage {
@@ -169,12 +175,15 @@ fn of_workers(job: &Job, state: &State, workers: &[WorkerExplanation]) -> String
         let ahead = Waiting::new(job).left();
         if let Some(rate) = job.facts.plan.rate {
             return format!(
-                "a worker would take it; the job may start {} tasks per {} ms ($.limits.rate), and {ahead} of its tasks wait",
-                rate.count, rate.per_ms
+                "a worker would take it; the job may start {} per {} ms ($.limits.rate), and {}",
+                units::count(u64::from(rate.count), "task"),
+                rate.per_ms,
+                units::counted(u64::from(ahead), "of its tasks waits", "of its tasks wait")
             );
         }
         return format!(
-            "a worker would take it: it is about to be given out ({ahead} tasks of this job wait, jobs of higher priority or with less of their share go first)"
+            "a worker would take it: it is about to be given out ({}, jobs of higher priority or with less of their share go first)",
+            units::counted(u64::from(ahead), "task of this job waits", "tasks of this job wait")
         );
     }
     let holders = holders(state, job);
@@ -214,10 +223,13 @@ fn holders(state: &State, job: &Job) -> String {
     let all: usize = places.values().sum();
     let mut others: Vec<(JobId, usize)> = places.into_iter().filter(|(id, _)| *id != job.id).collect();
     others.sort_by_key(|(id, count)| (Reverse(*count), *id));
-    let named = others.iter().take(HOLDERS_NAMED).map(|(id, count)| format!("job {id} holds {count} of the {all} places taken"));
+    let named = others
+        .iter()
+        .take(HOLDERS_NAMED)
+        .map(|(id, count)| format!("job {id} holds {count} of {} taken", units::count(all as u64, "place")));
     let mut text: Vec<String> = named.collect();
     if others.len() > HOLDERS_NAMED {
-        text.push(format!("{} more jobs the others", others.len() - HOLDERS_NAMED));
+        text.push(format!("{} the others", units::counted((others.len() - HOLDERS_NAMED) as u64, "more job", "more jobs")));
     }
     text.join(", ")
 }
@@ -240,9 +252,15 @@ fn reasons(job: &Job, worker: &Worker, now_ms: u64, heard: Option<&HeardOf>) -> 
     }
     let (held, slots) = (worker.bundles.len() as u64, u64::from(worker.info.slots));
     if held >= slots * u64::from(BUNDLES_PER_SLOT) {
-        reasons.push(format!("is full: {slots} slots run, and as many bundles wait"));
+        reasons.push(match slots {
+            1 => "is full: its one slot is taken, and a bundle waits for it".to_owned(),
+            _ => format!("is full: all {slots} slots are taken, and as many bundles wait"),
+        });
     } else if held >= slots {
-        reasons.push(format!("is busy: all {slots} slots are taken"));
+        reasons.push(match slots {
+            1 => "is busy: its one slot is taken".to_owned(),
+            _ => format!("is busy: all {slots} slots are taken"),
+        });
     }
     if !worker.promised.fits(needs, &worker.info, 1) {
         reasons.push(too_little(worker, needs));

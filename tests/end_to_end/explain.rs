@@ -40,7 +40,7 @@ fn explain_says_why_something_failed() {
     }
     let text = cluster.volley(&["explain", &job]).exits(0).stdout;
     assert!(
-        text.contains("1 of 2 tasks succeeded") && text.contains("1 tasks ended as exit_code") && text.contains("exit code 1"),
+        text.contains("1 of 2 tasks succeeded") && text.contains("1 task ended as exit_code") && text.contains("exit code 1"),
         "{text}"
     );
 }
@@ -53,7 +53,10 @@ fn explain_says_what_a_task_is_at() {
     cluster.until_tasks(&backing, "backoff", 1);
     let said = |job: &str, task: &str| cluster.volley(&["explain", job, task]).exits(0).stdout;
     let backs_off = said(&backing, "0");
-    assert!(backs_off.starts_with("the task backs off until 20") && backs_off.contains("failed 1 time, the last time as exit_code"), "{backs_off}");
+    assert!(
+        backs_off.starts_with("the task backs off until 20") && backs_off.contains("failed 1 time, the last time as exit_code"),
+        "{backs_off}"
+    );
     let running = cluster.submit(&cluster.spec(json!({ "count": 2 }), json!({ "command": "sleep 60" }), json!({})));
     cluster.until_tasks(&running, "running", 1);
     // Said by the next beat.
@@ -72,7 +75,10 @@ fn who_submits_what_no_worker_could_run_is_warned_and_not_refused() {
     };
     let planned = cluster.volley(&["plan", "--server", "--show", "1", &large]).exits(0);
     warned(&planned);
-    assert!(planned.stdout.contains("task 0\n") && planned.stdout.contains("task 8\n") && !planned.stdout.contains("task 1\n"), "{planned:?}");
+    assert!(
+        planned.stdout.contains("task 0\n") && planned.stdout.contains("task 8\n") && !planned.stdout.contains("task 1\n"),
+        "{planned:?}"
+    );
     let submitted = cluster.volley(&["submit", &large, "--key", "k"]).exits(0);
     warned(&submitted);
     let again = cluster.volley(&["submit", &large, "--key", "k"]).exits(0);

@@ -30,10 +30,10 @@ fn what_a_task_wrote_so_far_is_shown_while_it_runs() {
     let job = cluster.submit(&cluster.spec(json!({ "count": 1 }), json!({ "command": command }), json!({})));
     cluster.until_tasks(&job, "running", 1);
     std::thread::sleep(Duration::from_secs(1));
-    let so_far = cluster.volley(["logs", &job, "0"]).exits(0);
+    let so_far = cluster.volley(&["logs", &job, "0"]).exits(0);
     assert!(so_far.stdout.starts_with("early\n1\n2\n") && !so_far.stdout.contains("end"), "{so_far:?}");
     assert!(so_far.stdout.ends_with("wrong\n") && so_far.took < Duration::from_secs(2), "stderr comes behind: {so_far:?}");
-    let all = cluster.volley(["logs", &job]).exits(0);
+    let all = cluster.volley(&["logs", &job]).exits(0);
     assert!(all.stderr.contains("1 task is with workers still"), "{all:?}");
     let (one, tagged) = (cluster.begin(["logs", "-f", &job, "0", "--stream", "stdout"]), cluster.begin(["logs", "-f", &job, "-o", "json"]));
     let (one, tagged) = (one.wait().exits(0), tagged.wait().exits(0));
@@ -42,5 +42,5 @@ fn what_a_task_wrote_so_far_is_shown_while_it_runs() {
     let rows = tagged.lines();
     let stdout: String = rows.iter().filter(|row| row["stream"] == "stdout").filter_map(|row| row["text"].as_str()).collect();
     assert!(whole.starts_with(&stdout) && stdout.len() > 1_000, "{stdout:?}");
-    assert_eq!(cluster.volley(["logs", &job, "0"]).exits(0).stdout, format!("{whole}wrong\n"));
+    assert_eq!(cluster.volley(&["logs", &job, "0"]).exits(0).stdout, format!("{whole}wrong\n"));
 }

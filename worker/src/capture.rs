@@ -5,6 +5,7 @@
 use std::collections::VecDeque;
 
 use minicbor::bytes::ByteVec;
+use volley_jobspecs::wire::live::left_out;
 use volley_jobspecs::wire::report::{Stream, TAIL_BYTES_MAX};
 
 /// What is kept of a stream.
@@ -77,7 +78,7 @@ impl Capture {
         let mut all = self.head.clone();
         match self.missing() {
             0 => {}
-            missing => all.extend_from_slice(format!("\n[volley: {missing} bytes left out here]\n").as_bytes()),
+            missing => all.extend_from_slice(left_out(missing).as_bytes()),
         }
         let (a, b) = self.tail.as_slices();
         all.extend_from_slice(a);

@@ -12,10 +12,10 @@ use tokio::sync::{mpsc, watch};
 use tokio::task::JoinHandle;
 use volley_jobspecs::ids::{AttemptName, Incarnation, JobId, WorkerId};
 use volley_jobspecs::observe::{self, Observing};
+use volley_jobspecs::wire;
 use volley_jobspecs::wire::live::Watch;
 use volley_jobspecs::wire::plan::Isolation;
 use volley_jobspecs::wire::work::{Beat, BeatAnswer, WorkMessage};
-use volley_jobspecs::wire;
 
 use crate::attempt::Outcome;
 use crate::cgroup::Cgroups;

@@ -14,6 +14,7 @@ use tokio::time::{Interval, MissedTickBehavior};
 use tracing::Instrument;
 use volley_jobspecs::failure::FailureClass;
 use volley_jobspecs::ids::AttemptName;
+use volley_jobspecs::units::counted;
 use volley_jobspecs::wire::report::Usage;
 
 use crate::attempt::{Outcome, Progress};
@@ -303,7 +304,12 @@ fn outcome(exit: Result<Exit, ExecuteError>, prepared: &Prepared, kept: Kept, lo
         Ok(exit) => {
             let (failure, code, message) = verdict(&exit, prepared);
             if exit.strays > 0 {
-                notes.push(format!("{} processes were still running at its end and were killed", exit.strays));
+                let them = counted(
+                    u64::from(exit.strays),
+                    "process was still running at its end and was",
+                    "processes were still running at its end and were",
+                );
+                notes.push(format!("{them} killed"));
             }
             let usage = Usage { cpu_us: exit.cpu_us, memory_bytes_max: exit.memory_bytes_max };
             (failure, code, message, Some(usage))

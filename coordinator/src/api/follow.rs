@@ -21,7 +21,7 @@ use tokio::time::Instant;
 use volley_jobspecs::api::{LogLine, LogPiece};
 use volley_jobspecs::ids::{AttemptName, JobId};
 use volley_jobspecs::utf8::Utf8;
-use volley_jobspecs::wire::live::{Asked, Held, Live, Watch};
+use volley_jobspecs::wire::live::{Asked, Held, Live, Watch, left_out};
 use volley_jobspecs::{subjects, wire};
 
 use super::App;
@@ -164,11 +164,6 @@ impl Sink {
     pub async fn fail(&self, why: String) -> Option<()> {
         self.out.send(Err(std::io::Error::other(why))).await.ok()
     }
-}
-
-/// Stands where bytes are left out, as in a stream of which not everything was kept.
-fn left_out(bytes: u64) -> String {
-    format!("\n[volley: {bytes} bytes left out here]\n")
 }
 
 /// Says that somebody watches a job, and asks for what tasks of it wrote before. Lost ones are made up for by the next.
@@ -500,7 +495,8 @@ mod tests {
     #[test]
     fn a_character_across_two_pieces_is_whole() {
         let name = |index| AttemptName { job: JobId(1), stage: 0, index, number: 1, sequence: 1 };
-        let piece = |index, stderr, offset, bytes: &[u8]| Live { name: name(index), stderr, offset, bytes: bytes.to_vec().into(), held: None };
+        let piece =
+            |index, stderr, offset, bytes: &[u8]| Live { name: name(index), stderr, offset, bytes: bytes.to_vec().into(), held: None };
         let mut texts = Texts::default();
         assert_eq!(texts.feed(&piece(0, false, 0, b"a\xe2\x86"), false), "a");
         assert_eq!(texts.feed(&piece(0, true, 0, b"\xe2"), false), "");

@@ -7,6 +7,7 @@ use minicbor::bytes::ByteVec;
 use minicbor::{Decode, Encode};
 
 use crate::ids::AttemptName;
+use crate::units::count;
 
 /// Most bytes of output in one message.
 pub const LIVE_BYTES_MAX: usize = 32 * 1024;
@@ -30,6 +31,12 @@ pub struct Live {
     /// Was it written before somebody asked for it? Such pieces of one attempt follow each other, and before whatever it writes then.
     #[n(4)]
     pub held: Option<Held>,
+}
+
+/// Stands where bytes are left out of a stream, of which not everything was kept or sent.
+#[must_use]
+pub fn left_out(bytes: u64) -> String {
+    format!("\n[volley: {} left out here]\n", count(bytes, "byte"))
 }
 
 /// What a piece is that answers [`Watch::held`].

@@ -25,7 +25,8 @@ async fn live_output_is_sent_while_somebody_watches() {
 async fn who_comes_later_is_sent_what_was_written_before_without_a_gap() {
     let mut w = World::start(|_| {}).await;
     // Writes all the time, so that every border between before and after is one that can be missed.
-    let script = "for i in $(seq 1 4000); do echo line $i; done; touch written; for i in $(seq 4001 9000); do echo line $i; done; sleep 0.3";
+    let script =
+        "for i in $(seq 1 4000); do echo line $i; done; touch written; for i in $(seq 4001 9000); do echo line $i; done; sleep 0.3";
     let (job, _) = w.job(r#"{"count":2}"#, &task(&format!(r#""command":"{script}; echo end >&2""#)));
     let (_, order) = w.bundle(job, 0, 2);
     w.order(vec![order]).await;

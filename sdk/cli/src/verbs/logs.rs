@@ -155,7 +155,9 @@ async fn all_stored(client: &Client, args: &Args, writer: &mut Writer<'_>) -> Re
     let running = u64::from(client.job(args.job).await?.tasks.running);
     if running > 0 {
         let (them, job) = (counted(running, "task is", "tasks are"), args.job);
-        writer.ctx.out.note(&format!("{them} with workers still: `volley logs {job} TASK` shows what one wrote so far, `volley logs -f {job}` what all write"));
+        writer.ctx.out.note(&format!(
+            "{them} with workers still: `volley logs {job} TASK` shows what one wrote so far, `volley logs -f {job}` what all write"
+        ));
     }
     Ok(())
 }

@@ -6,6 +6,8 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use crate::failed::Failed;
+
 /// Part of the disk that objects leave free: what a log and a state that are cut down regularly need, with room to spare.
 const RESERVE_PART: u64 = 20;
 /// It is at most this many bytes, however large the disk is.
@@ -29,8 +31,8 @@ pub struct Room {
 
 impl Room {
     /// Looks at the disk under `dir`.
-    pub fn of(dir: &Path) -> Result<Self, String> {
-        let stat = rustix::fs::statvfs(dir).map_err(|e| format!("{}: {e}", dir.display()))?;
+    pub fn of(dir: &Path) -> Result<Self, Failed> {
+        let stat = rustix::fs::statvfs(dir).map_err(|e| Failed::local("look at the disk of", dir, &e.into()))?;
         Ok(Self { dir: dir.to_owned(), reserve_bytes: reserve(stat.f_blocks.saturating_mul(stat.f_frsize)) })
     }
 

@@ -48,7 +48,7 @@ fn explain_says_why_something_failed() {
 #[test]
 fn explain_says_what_a_task_is_at() {
     let Some(cluster) = Cluster::up_with(&["--slots", "1"]) else { return };
-    let retry = json!({ "attempts": 2, "backoff": { "initial": "100s", "factor": 1.0 } });
+    let retry = json!({ "attempts": 2, "backoff": { "initial": "10m", "cap": "10m" } });
     let backing = cluster.submit(&cluster.spec(json!({ "count": 1 }), json!({ "command": "exit 3", "retry": retry }), json!({})));
     cluster.until_tasks(&backing, "backoff", 1);
     let said = |job: &str, task: &str| cluster.volley(&["explain", job, task]).exits(0).stdout;

@@ -19,7 +19,7 @@ pub struct Args {
     job: JobId,
     /// The task, counted from 0. Left out: all tasks, each line tagged with its task.
     task: Option<u32>,
-    /// Shows what was written so far, then what follows, until the task or the job has ended.
+    /// Shows what was written so far and what follows. Until the task or the job has ended.
     #[arg(short, long)]
     follow: bool,
     /// Which stream.

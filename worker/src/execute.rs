@@ -11,7 +11,7 @@ use tokio::time::Interval;
 use volley_jobspecs::failure::FailureClass;
 
 use crate::capture::Capture;
-use crate::live::LiveOutput;
+use crate::live::{Changes, LiveOutput};
 use crate::ports::Bus;
 use crate::prepare::Prepared;
 use crate::runtime::{Exit, Machine, Streams};
@@ -100,7 +100,7 @@ pub async fn execute<M: Machine, B: Bus>(
     machine: &mut M,
     prepared: &Prepared,
     stop: &mut StopSignal,
-    live: &LiveOutput<B>,
+    live: &mut LiveOutput<B>,
     bytes_max: usize,
     looks: &mut Interval,
 ) -> Executed {
@@ -113,18 +113,21 @@ pub async fn execute<M: Machine, B: Bus>(
         }
     };
     let mut readers = (Reader::new(stdout, false), Reader::new(stderr, true));
-    let mut watched = false;
     let begun = tokio::time::Instant::now();
+    let mut changes = Changes::default();
     executed.exit = loop {
         tokio::select! {
             biased;
             force = stop.next() => machine.stop(force).await,
+            // Before the pipes, so that who asks is answered before anything is read on.
+            () = changes.next(), if changes.are_told() => live.look(&executed.stdout, &executed.stderr).await,
             () = readers.0.read(&mut executed.stdout, live), if readers.0.is_watched() => {}
             () = readers.1.read(&mut executed.stderr, live), if readers.1.is_watched() => {}
             exit = machine.wait() => break exit,
             // A look that was due soon after its start says nothing of how long it takes.
-            _ = looks.tick(), if !watched => if begun.elapsed() >= LOOK_EVERY {
-                watched = true;
+            _ = looks.tick(), if !changes.are_told() => if begun.elapsed() >= LOOK_EVERY {
+                changes = live.changes();
+                live.look(&executed.stdout, &executed.stderr).await;
                 readers.0.watch();
                 readers.1.watch();
             }

@@ -50,7 +50,7 @@ use volley_jobspecs::wire::work::WorkerInfo;
 
 pub use config::Config;
 pub use control::{Control, Handle, Status, control};
-pub use error::RunError;
+pub use error::{RunError, chain};
 pub use io::nats::NatsBus;
 pub use io::objects::S3Objects;
 pub use spawner::Spawner;

@@ -23,7 +23,8 @@ const READ_BYTES: usize = 64 * 1024;
 /// Bytes of the first read after a task has ended: most of those that were never watched wrote a line or nothing.
 const FIRST_READ_BYTES: usize = 4 * 1024;
 /// How often a slot looks whether its task runs for longer than this, and so its streams want to be watched: twice as long at most a task
-/// that fills its pipes at once waits, and what it writes is shown later. Far below what a person notices; far above what the shortest tasks take.
+/// that fills its pipes at once waits, and what it writes is shown later. Far below what a person notices; far above what the shortest
+/// tasks take.
 pub const LOOK_EVERY: Duration = Duration::from_millis(10);
 /// How long what is left in the pipes is read once everything is dead. There is no writer left then, unless a descriptor was handed
 /// to a process that isn't the task's.

@@ -1,0 +1,1 @@
+//! What a VMM's process can't do, tried as one.

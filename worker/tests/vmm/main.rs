@@ -1,0 +1,70 @@
+//! Machines on the real VMMs: QEMU with a Linux guest, Firecracker with a tiny guest of our own, and what their processes can't do.
+
+#![expect(clippy::unwrap_used, reason = "a failed step of a test ends the test")]
+
+mod confined;
+#[path = "../guest/host.rs"]
+mod host;
+mod linux;
+mod qemu;
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use volley_worker::vmm::spawner::MachineSpawner;
+
+/// For what must not hang, on a busy machine.
+pub const SOON: Duration = Duration::from_secs(60);
+
+/// A spawner that shuts off everything, or none, and the reason is printed.
+pub fn spawner() -> Option<MachineSpawner> {
+    let spawner = match MachineSpawner::start() {
+        Ok(spawner) => spawner,
+        Err(why) => {
+            eprintln!("skipped: {why}");
+            return None;
+        }
+    };
+    match spawner.missing().as_slice() {
+        [] => Some(spawner),
+        missing => {
+            eprintln!("skipped: can't shut off {}", missing.join(", "));
+            None
+        }
+    }
+}
+
+/// What this process holds: descriptors by what they are, and its children and theirs.
+#[derive(Debug, PartialEq, Eq, Clone)]
+pub struct Held {
+    pub files: BTreeMap<String, usize>,
+    pub processes: usize,
+}
+
+impl Held {
+    pub fn now(spawner: &MachineSpawner) -> Self {
+        let mut files = BTreeMap::new();
+        for entry in std::fs::read_dir("/proc/self/fd").unwrap().flatten() {
+            // Without the numbers: the kind is what counts.
+            let name = std::fs::read_link(entry.path()).unwrap_or_default().to_string_lossy().into_owned();
+            *files.entry(name.split('[').next().unwrap_or_default().to_owned()).or_default() += 1;
+        }
+        Self { files, processes: children(spawner.pid()).len() }
+    }
+}
+
+/// The children of a process.
+pub fn children(pid: u32) -> Vec<u32> {
+    let all = std::fs::read_dir("/proc").unwrap().flatten().filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
+    let parent = |pid: u32| {
+        let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+        stat.rsplit_once(')')?.1.split_whitespace().nth(1)?.parse::<u32>().ok()
+    };
+    all.filter(|child| parent(*child) == Some(pid)).collect()
+}
+
+/// The middle of what was measured.
+pub fn median(mut all: Vec<Duration>) -> Duration {
+    all.sort();
+    all[all.len() / 2]
+}

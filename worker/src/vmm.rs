@@ -9,6 +9,7 @@
 
 pub mod console;
 pub mod files;
+pub mod firecracker;
 pub mod kvm;
 pub mod qemu;
 pub mod spawner;
@@ -38,6 +39,8 @@ pub const SLOTS: usize = VOLUMES as usize + 1;
 pub const FORMAT: u32 = 1;
 /// The virtio port (QEMU) and the vsock port (Firecracker) that the agent serves.
 pub const PORT_NAME: &str = "volley";
+/// What sizes of disks are counted in.
+const SECTOR_BYTES: u64 = 512;
 /// See [`PORT_NAME`].
 pub const PORT_NUMBER: u32 = 5000;
 
@@ -290,17 +293,26 @@ impl Slot {
         std::array::from_fn(|number| Self(u8::try_from(number).unwrap_or(VOLUMES)))
     }
 
+    fn index(self) -> usize {
+        self.0.into()
+    }
+
+    /// A name for what lies in it, the so-manieth thing; 0 is the empty one.
+    fn content(self, number: u32) -> String {
+        format!("{}-{number}", self.name())
+    }
+
     /// Its name, and its disk's serial number.
     #[must_use]
     pub fn name(self) -> &'static str {
-        Self::NAMES.get(usize::from(self.0)).map_or("", |(name, _)| name)
+        Self::NAMES.get(self.index()).map_or("", |(name, _)| name)
     }
 
     /// How the agent finds its disk. Without serial numbers the guest's own name counts, which is right where the machine was booted
     /// with a root disk.
     #[must_use]
     pub fn disk(self, capabilities: &Capabilities) -> wire::Disk {
-        let device = Self::NAMES.get(usize::from(self.0)).map_or("", |(_, device)| device);
+        let device = Self::NAMES.get(self.index()).map_or("", |(_, device)| device);
         if capabilities.serials { wire::Disk::Serial(self.name().to_owned()) } else { wire::Disk::Named(device.to_owned()) }
     }
 }
@@ -312,6 +324,16 @@ pub struct Disk {
     pub source: Source,
     /// Its exact size in bytes, a multiple of 512; the agent waits for it.
     pub bytes: u64,
+}
+
+impl Disk {
+    fn check(&self, slot: Slot) -> Result<(), VmmError> {
+        if self.bytes == 0 || !self.bytes.is_multiple_of(SECTOR_BYTES) {
+            let (bytes, slot) = (self.bytes, slot.name());
+            return Err(VmmError::Slot(format!("a disk of {bytes} bytes can't be put into {slot}: sizes are multiples of {SECTOR_BYTES}")));
+        }
+        Ok(())
+    }
 }
 
 /// What is behind a disk.

@@ -20,7 +20,7 @@ use serde_json::{Value, json};
 
 use super::console::Tail;
 use super::files::{self, Frozen};
-use super::kvm::{self, Kvm};
+use super::kvm::Kvm;
 use super::spawner::proto::Exited;
 use super::spawner::{Launch, MachineSpawner, Process, Program};
 use super::{
@@ -49,8 +49,6 @@ const SAID_LINES: usize = 3;
 const WORDS: &str = "console=ttyS0 loglevel=4 panic=-1 tsc=reliable";
 /// The state's name among the descriptors that QEMU was given.
 const STATE: &str = "state";
-/// Size a QEMU 4 KiB block counts in.
-const SECTOR_BYTES: u64 = 512;
 
 /// The driver.
 #[derive(Debug)]
@@ -61,11 +59,11 @@ pub struct Qemu {
 }
 
 impl Qemu {
-    /// Finds out what QEMU and KVM can do here; a second at most. `program`: [`PROGRAM`] when not given.
+    /// Finds out what QEMU can do here. `program`: [`PROGRAM`] when not given. `kvm`: what a look at it said (`kvm::probe`).
     ///
     /// # Errors
     /// [`VmmError::Unusable`].
-    pub async fn open(spawner: MachineSpawner, program: Option<&Path>) -> Result<Self, VmmError> {
+    pub async fn open(spawner: MachineSpawner, program: Option<&Path>, kvm: Kvm) -> Result<Self, VmmError> {
         let program = program.unwrap_or(Path::new(PROGRAM)).to_owned();
         let unusable = |why: String| VmmError::Unusable { vmm: Kind::Qemu, why };
         if !program.is_file() {
@@ -76,7 +74,6 @@ impl Qemu {
         if version < OLDEST {
             return Err(unusable(format!("it is version {version}; {OLDEST} is the oldest that can be used")));
         }
-        let kvm = kvm::probe(&spawner).await;
         let accelerator = if kvm == Kvm::Usable { Accelerator::Kvm } else { Accelerator::Tcg };
         let cpu = arguments::cpu(accelerator);
         let identity = Identity { vmm: Kind::Qemu, version, accelerator, machine: arguments::MACHINE, cpu, format: FORMAT };
@@ -292,17 +289,10 @@ impl QemuVm {
     }
 
     async fn put(&mut self, slot: Slot, disk: Disk) -> Result<(), VmmError> {
-        if disk.bytes == 0 || disk.bytes % SECTOR_BYTES != 0 {
-            return Err(VmmError::Slot(format!(
-                "a disk of {} bytes can't be put into {}: sizes are multiples of 512",
-                disk.bytes,
-                slot.name()
-            )));
-        }
-        let Some(number) = Slot::all().iter().position(|known| *known == slot) else { return Ok(()) };
-        let old = self.contents.get(number).copied().unwrap_or_default();
-        let node = arguments::content(slot, old + 1);
-        let mut options = self.behind(slot, disk.source).await?;
+        disk.check(slot)?;
+        let old = self.contents.get(slot.index()).copied().unwrap_or_default();
+        let node = slot.content(old + 1);
+        let mut options = self.behind(slot, &node, disk.source).await?;
         if let Some(options) = options.as_object_mut() {
             options.insert("node-name".to_owned(), json!(node));
             options.insert("discard".to_owned(), json!("unmap"));
@@ -312,15 +302,15 @@ impl QemuVm {
         self.command("blockdev-reopen", json!({"options": [raw]})).await?;
         // Without it the guest keeps the size of what was there before.
         self.command("block_resize", json!({"node-name": arguments::node(slot), "size": disk.bytes})).await?;
-        self.command("blockdev-del", json!({"node-name": arguments::content(slot, old)})).await?;
-        if let Some(content) = self.contents.get_mut(number) {
+        self.command("blockdev-del", json!({"node-name": slot.content(old)})).await?;
+        if let Some(content) = self.contents.get_mut(slot.index()) {
             *content = old + 1;
         }
         Ok(())
     }
 
     /// The node for what is behind a disk.
-    async fn behind(&mut self, slot: Slot, source: Source) -> Result<Value, VmmError> {
+    async fn behind(&mut self, slot: Slot, name: &str, source: Source) -> Result<Value, VmmError> {
         match source {
             Source::File(file) => {
                 self.sets += 1;
@@ -336,8 +326,8 @@ impl QemuVm {
             }
             Source::Nbd { dir, socket, export } => {
                 // The directory, not the socket: a server that comes back makes a new one.
-                self.end.process.attach(slot.name(), dir.as_fd()).await?;
-                Ok(nbd(slot, &socket, &export))
+                self.end.process.attach(name, dir.as_fd()).await?;
+                Ok(nbd(name, &socket, &export))
             }
         }
     }
@@ -354,8 +344,8 @@ impl QemuVm {
 /// How long QEMU tries to reach an NBD server again, in seconds; the guest's writes wait meanwhile.
 const NBD_PATIENCE_S: u32 = 30;
 
-fn nbd(slot: Slot, socket: &str, export: &str) -> Value {
-    let path = format!("{}/{socket}", slot.name());
+fn nbd(dir: &str, socket: &str, export: &str) -> Value {
+    let path = format!("{dir}/{socket}");
     json!({"driver": "nbd", "server": {"type": "unix", "path": path}, "export": export, "reconnect-delay": NBD_PATIENCE_S})
 }
 
@@ -407,8 +397,8 @@ mod tests {
 
     #[test]
     fn an_nbd_server_is_reached_in_the_machines_own_directory() {
-        let node = nbd(Slot::SCRATCH, "nbd.sock", "one");
-        assert_eq!(node.pointer("/server/path"), Some(&json!("scratch/nbd.sock")));
+        let node = nbd("vol0-1", "nbd.sock", "one");
+        assert_eq!(node.pointer("/server/path"), Some(&json!("vol0-1/nbd.sock")));
         assert_eq!(node.pointer("/reconnect-delay"), Some(&json!(30)));
     }
 }

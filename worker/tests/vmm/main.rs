@@ -3,6 +3,7 @@
 #![expect(clippy::unwrap_used, reason = "a failed step of a test ends the test")]
 
 mod confined;
+mod firecracker;
 #[path = "../guest/host.rs"]
 mod host;
 mod linux;

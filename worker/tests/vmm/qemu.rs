@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use volley_jobspecs::wire::guest::Mount;
 use volley_worker::vmm::qemu::Qemu;
+use volley_worker::vmm::kvm;
 use volley_worker::vmm::{Disk, Slot, Snapshot, Source, Vm, Vmm, VmmError};
 
 use crate::linux::{Linux, ext4, session, sh};
@@ -15,7 +16,7 @@ use crate::{Held, SOON, children, median, spawner};
 const SCRATCH_BYTES: u64 = 96 << 20;
 
 async fn qemu(spawner: &volley_worker::vmm::spawner::MachineSpawner) -> Option<Qemu> {
-    match Qemu::open(spawner.clone(), None).await {
+    match Qemu::open(spawner.clone(), None, kvm::probe(spawner).await).await {
         Ok(qemu) => Some(qemu),
         Err(why @ VmmError::Unusable { .. }) => {
             eprintln!("skipped: {why}");

@@ -85,12 +85,6 @@ pub fn node(slot: Slot) -> &'static str {
     slot.name()
 }
 
-/// What lies behind it, the so-manieth thing; 0 is the empty one.
-#[must_use]
-pub fn content(slot: Slot, number: u32) -> String {
-    format!("{}-{number}", slot.name())
-}
-
 /// The whole command line but for the program's name.
 #[must_use]
 pub fn arguments(arguments: &Arguments<'_>) -> Vec<String> {
@@ -128,7 +122,7 @@ pub fn arguments(arguments: &Arguments<'_>) -> Vec<String> {
         line.option("-device", format!("virtio-blk-pci,drive=root,serial=root,addr={ROOT_PLACE:#x}"));
     }
     for (slot, place) in Slot::all().into_iter().zip(SLOT_PLACE..) {
-        let (node, empty) = (node(slot), content(slot, 0));
+        let (node, empty) = (node(slot), slot.content(0));
         line.option("-blockdev", format!("driver=null-co,node-name={empty},read-zeroes=on,size={EMPTY_BYTES}"));
         line.option("-blockdev", format!("driver=raw,node-name={node},file={empty},discard=unmap"));
         // 4 KiB are what the disks behind it read and write; smaller pieces are possible, so that any file system can be mounted.

@@ -19,7 +19,7 @@ pub const HIGH: c_int = 128;
 pub struct Plan<'a> {
     /// The program's path; none: `program_fd`.
     pub program: Option<&'a CStr>,
-    /// The program, opened.
+    /// The program, opened; [`HIGH`] or above.
     pub program_fd: Option<&'a OwnedFd>,
     /// Its arguments.
     pub argv: &'a [CString],

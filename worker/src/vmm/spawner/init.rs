@@ -207,12 +207,11 @@ impl Init {
         let text = |bytes: &[u8]| CString::new(bytes).map_err(|_| invalid);
         let (program, program_fd) = match &start.what {
             What::Path(path) => (Some(text(path)?), None),
-            What::Descriptor => (None, Some(fds.next().ok_or(invalid)?)),
+            What::Descriptor => (None, Some(high(fds.next().ok_or(invalid)?)?)),
             What::KvmProbe => return Err(invalid),
         };
         let joins: Vec<OwnedFd> = fds.take(start.joins as usize).collect();
-        let inherits = fds.map(|fd| rustix::io::fcntl_dupfd_cloexec(&fd, HIGH)).collect::<Result<Vec<_>, _>>();
-        let inherits = inherits.map_err(|e| (Step::Descriptors, e.raw_os_error()))?;
+        let inherits = fds.map(high).collect::<Result<Vec<_>, _>>()?;
         if inherits.len() > HIGH as usize || inherits.len() < 3 || joins.len() != start.joins as usize {
             return Err(invalid);
         }
@@ -276,6 +275,12 @@ impl Init {
     }
 }
 
+/// Out of the way of those that are placed.
+#[expect(clippy::needless_pass_by_value, reason = "the one that was in the way is closed")]
+fn high(fd: OwnedFd) -> Result<OwnedFd, (Step, i32)> {
+    rustix::io::fcntl_dupfd_cloexec(&fd, HIGH).map_err(|e| (Step::Descriptors, e.raw_os_error()))
+}
+
 fn say(socket: &OwnedFd, reply: &Reply) {
     // Without waiting: a worker that doesn't read must not hold up the other machines.
     let _ = rustix::io::ioctl_fionbio(socket, true);
@@ -294,7 +299,7 @@ fn make_dir(dir: &Path, user: Option<u32>) -> io::Result<()> {
 
 /// Shows a detached mount of the worker's in the VMM's directory.
 fn attach(vmm: &mut Vmm, name: String, dir: bool, mount: &OwnedFd) -> Result<(), String> {
-    let plain = name.bytes().all(|byte| byte.is_ascii_alphanumeric()) && !name.is_empty();
+    let plain = name.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'-') && !name.is_empty();
     if !plain || vmm.attached.contains(&name) {
         return Err(format!("{name:?} is no free name"));
     }

@@ -26,8 +26,8 @@ use super::kvm::Kvm;
 use super::spawner::proto::Exited;
 use super::spawner::{Launch, MachineSpawner, Process, Program, SpawnError};
 use super::{
-    Accelerator, Boot, Capabilities, Disk, FORMAT, Identity, Kind, PORT_NUMBER, SLOTS, Size, Slot, Snapshot, Source, Version,
-    Vm, Vmm, VmmError, io_error,
+    Accelerator, Boot, Capabilities, Disk, FORMAT, Identity, Kind, PORT_NUMBER, SLOTS, Size, Slot, Snapshot, Source, Version, Vm, Vmm,
+    VmmError, io_error,
 };
 use crate::guest::Stream;
 use api::Api;
@@ -136,13 +136,7 @@ impl Firecracker {
         Ok(Box::new(vm))
     }
 
-    async fn start(
-        &self,
-        size: Size,
-        root: Option<&Arc<File>>,
-        more: &[&File],
-        cgroups: &[String],
-    ) -> Result<FirecrackerVm, VmmError> {
+    async fn start(&self, size: Size, root: Option<&Arc<File>>, more: &[&File], cgroups: &[String]) -> Result<FirecrackerVm, VmmError> {
         let follow = || Tail::follow().map_err(io_error("making a console"));
         let ((console, its_console), (errors, its_errors)) = (follow()?, follow()?);
         let null = File::open("/dev/null").map_err(io_error("/dev/null"))?;
@@ -179,9 +173,7 @@ impl Firecracker {
 /// Says more of an error. It tells why it ends on either stream.
 async fn explained(why: VmmError, process: &Process, console: &Tail, errors: &Tail) -> VmmError {
     match super::explained(why, process, errors, SAID_LINES).await {
-        VmmError::Ended { vmm, what, end, said } if said.is_empty() => {
-            VmmError::Ended { vmm, what, end, said: console.last(SAID_LINES) }
-        }
+        VmmError::Ended { vmm, what, end, said } if said.is_empty() => VmmError::Ended { vmm, what, end, said: console.last(SAID_LINES) },
         why => why,
     }
 }

@@ -23,9 +23,23 @@ const BINARY_SHA256: &str = "b99ea49b8d8b7bfa307d3845585d6a97f7642aa17a985749900
 const SIZE: Size = Size { vcpus: 1, memory_bytes: 64 << 20 };
 /// Whatever the compiler would use of the vector units stops where every instruction is emulated.
 const FLAGS: [&str; 17] = [
-    "-O2", "-Wall", "-ffreestanding", "-fno-builtin", "-fno-tree-loop-distribute-patterns", "-fno-tree-vectorize", "-fno-stack-protector",
-    "-fno-pic", "-fno-pie", "-fcf-protection=none", "-mno-red-zone", "-mgeneral-regs-only", "-nostdlib", "-static", "-no-pie",
-    "-Wl,-Ttext-segment=0x1000000", "-Wl,-z,noseparate-code,--build-id=none",
+    "-O2",
+    "-Wall",
+    "-ffreestanding",
+    "-fno-builtin",
+    "-fno-tree-loop-distribute-patterns",
+    "-fno-tree-vectorize",
+    "-fno-stack-protector",
+    "-fno-pic",
+    "-fno-pie",
+    "-fcf-protection=none",
+    "-mno-red-zone",
+    "-mgeneral-regs-only",
+    "-nostdlib",
+    "-static",
+    "-no-pie",
+    "-Wl,-Ttext-segment=0x1000000",
+    "-Wl,-z,noseparate-code,--build-id=none",
 ];
 
 /// What machines are booted from.
@@ -181,12 +195,8 @@ async fn restored(tiny: &Tiny, snapshot: &Snapshot, nonce: u8) -> (Box<dyn Vm>, 
     let mut vm = tiny.vmm.restore(snapshot, &[]).await.unwrap();
     let paused = begin.elapsed();
     vm.resume().await.unwrap();
-    let resumed = begin.elapsed();
-    let stream = vm.connect().await.unwrap();
-    let connected = begin.elapsed();
-    let guest = session(stream, nonce, true).await;
+    let guest = session(vm.connect().await.unwrap(), nonce, true).await;
     let answered = begin.elapsed();
-    eprintln!("DBG {paused:?} {resumed:?} {connected:?} {answered:?}");
     guest.reseed([nonce; 64]).await.unwrap();
     (vm, guest, [paused, answered, answered - paused])
 }

@@ -5,8 +5,8 @@ use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 
 use volley_jobspecs::wire::guest::Mount;
-use volley_worker::vmm::qemu::Qemu;
 use volley_worker::vmm::kvm;
+use volley_worker::vmm::qemu::Qemu;
 use volley_worker::vmm::{Disk, Slot, Snapshot, Source, Vm, Vmm, VmmError};
 
 use crate::linux::{Linux, ext4, session, sh};
@@ -44,10 +44,18 @@ async fn saved(qemu: &Qemu, linux: &Linux) -> Snapshot {
     snapshot
 }
 
+/// What the host's kernel says of the VMM: its own user, no rights, and system calls that are refused.
+fn is_confined(vm: &Box<dyn Vm>) {
+    let status = std::fs::read_to_string(format!("/proc/{}/status", vm.pid())).unwrap();
+    let user = vm.user().unwrap();
+    for line in [format!("Uid:\t{user}\t{user}"), "CapEff:\t0000000000000000".into(), "NoNewPrivs:\t1".into(), "Seccomp:\t2".into()] {
+        assert!(status.contains(&line), "{line}: {status}");
+    }
+}
+
 /// How long the steps of a restored machine took.
 #[derive(Clone, Copy)]
 struct Took {
-    restore: Duration,
     swap: Duration,
     answer: Duration,
     exec: Duration,
@@ -66,7 +74,7 @@ async fn bring_up(qemu: &Qemu, vm: &mut Box<dyn Vm>, scratch: OwnedFd, nonce: u8
     let mount = Mount { disk, bytes: SCRATCH_BYTES, fs: "ext4".to_owned(), target: "/scratch".to_owned(), read_only: false, owner: None };
     guest.mount(mount).await.unwrap();
     assert_eq!(sh(&guest, "cat /tmp/warm; echo mine > /scratch/mine; cat /scratch/mine").await, "warm\nmine");
-    (guest, Took { restore: Duration::ZERO, swap, answer, exec: begin.elapsed() })
+    (guest, Took { swap, answer, exec: begin.elapsed() })
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -83,15 +91,12 @@ async fn a_linux_machine_is_saved_and_its_clones_are_alike_in_nothing_but_their_
     let (mut drawn, mut users, mut live) = (BTreeSet::new(), BTreeSet::new(), Vec::new());
     for ((mut vm, restore), nonce) in restored.await.into_iter().zip(10..) {
         assert!(users.insert(vm.user().unwrap()));
+        is_confined(&vm);
         let Some(scratch) = ext4(&linux.dir.path().join(format!("scratch-{nonce}")), SCRATCH_BYTES) else { return };
         let (guest, took) = bring_up(&qemu, &mut vm, scratch.into(), nonce).await;
         eprintln!("restore {restore:?}, swap {:?}, cont to answer {:?}, to exec {:?}", took.swap, took.answer, took.exec);
         assert!(drawn.insert(sh(&guest, "head -c 32 /dev/urandom | od -t x1").await), "siblings differ");
-        let size = sh(
-            &guest,
-            "cat /sys/block/vdf/size; stat -c %s /sys/block/vdf/queue 2>/dev/null >/dev/null; cat /sys/block/vdf/queue/physical_block_size",
-        )
-        .await;
+        let size = sh(&guest, "cat /sys/block/vdf/size; cat /sys/block/vdf/queue/physical_block_size").await;
         assert_eq!(size, format!("{}\n4096", SCRATCH_BYTES / 512));
         live.push((vm, guest));
     }
@@ -107,4 +112,93 @@ async fn a_linux_machine_is_saved_and_its_clones_are_alike_in_nothing_but_their_
         assert!(!std::path::Path::new(&format!("/proc/{pid}")).exists());
     }
     assert_eq!(children(spawner.pid()), Vec::<u32>::new());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn thirty_restores_in_a_row_leave_nothing() {
+    let (Some(spawner), Some(linux)) = (spawner(), Linux::find().await) else { return };
+    let Some(qemu) = qemu(&spawner).await else { return };
+    let snapshot = saved(&qemu, &linux).await;
+    let (mut before, mut restores, mut answers) = (None, Vec::new(), Vec::new());
+    for n in 0..30 {
+        let begin = Instant::now();
+        let mut vm = qemu.restore(&snapshot, &[]).await.unwrap();
+        restores.push(begin.elapsed());
+        let scratch = tempfile::tempfile_in(linux.dir.path()).unwrap();
+        scratch.set_len(SCRATCH_BYTES).unwrap();
+        vm.swap(Slot::SCRATCH, Disk { source: Source::File(scratch.into()), bytes: SCRATCH_BYTES }).await.unwrap();
+        vm.resume().await.unwrap();
+        let guest = session(vm.connect().await.unwrap(), n, true).await;
+        answers.push(begin.elapsed());
+        guest.reseed([n; 64]).await.unwrap();
+        drop(guest);
+        // Some are killed, some only dropped.
+        let pid = vm.pid();
+        if n % 2 == 0 {
+            vm.kill().await.unwrap();
+        } else {
+            drop(vm);
+        }
+        gone(pid).await;
+        tokio::time::sleep(Duration::from_millis(20)).await;
+        let now = Held::now(&spawner);
+        let first = before.get_or_insert_with(|| now.clone());
+        assert_eq!(first, &now, "after {n}");
+    }
+    eprintln!("restored and standing: median {:?}; answered: {:?}", median(restores), median(answers));
+}
+
+/// Waits until a process is gone.
+async fn gone(pid: u32) {
+    let begin = Instant::now();
+    while std::path::Path::new(&format!("/proc/{pid}")).exists() {
+        assert!(begin.elapsed() < SOON, "process {pid} lives");
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_vmm_that_is_killed_is_told_and_its_sibling_lives() {
+    let (Some(spawner), Some(linux)) = (spawner(), Linux::find().await) else { return };
+    let Some(qemu) = qemu(&spawner).await else { return };
+    let snapshot = saved(&qemu, &linux).await;
+    let mut live = Vec::new();
+    for nonce in [1, 2] {
+        let mut vm = qemu.restore(&snapshot, &[]).await.unwrap();
+        vm.resume().await.unwrap();
+        let guest = session(vm.connect().await.unwrap(), nonce, true).await;
+        guest.reseed([nonce; 64]).await.unwrap();
+        live.push((vm, guest));
+    }
+    let (mut victim, lost) = live.remove(0);
+    let kill = |pid: u32| {
+        // SAFETY: a plain system call, on a process that this test started.
+        assert_eq!(unsafe { libc::kill(pid.cast_signed(), libc::SIGKILL) }, 0);
+    };
+    kill(victim.pid());
+    let exited = tokio::time::timeout(SOON, victim.ended()).await.unwrap().unwrap();
+    assert_eq!((exited.code, exited.signal), (None, Some(9)));
+    assert!(lost.hello().await.is_err());
+    let why = victim.pause().await.unwrap_err();
+    assert!(matches!(&why, VmmError::Ended { end, .. } if end == "signal 9"), "{why}");
+    let (mut sibling, guest) = live.remove(0);
+    assert_eq!(sh(&guest, "cat /tmp/warm").await, "warm");
+    // What can't be a disk is refused, and the machine lives on.
+    sibling.pause().await.unwrap();
+    let file = tempfile::tempfile_in(linux.dir.path()).unwrap();
+    let odd = sibling.swap(Slot::SCRATCH, Disk { source: Source::File(file.into()), bytes: 513 }).await;
+    assert!(matches!(odd, Err(VmmError::Slot(_))));
+    let nothing = std::fs::File::open("/dev/null").unwrap();
+    let refused = sibling.swap(Slot::SCRATCH, Disk { source: Source::File(nothing.into()), bytes: 512 }).await;
+    assert!(matches!(refused, Err(VmmError::Refused { .. })), "{refused:?}");
+    sibling.resume().await.unwrap();
+    assert_eq!(sh(&guest, "cat /tmp/warm").await, "warm");
+    // The spawner dies, and every machine with it; the next one is started by another.
+    let (old, pid) = (spawner.pid(), sibling.pid());
+    kill(old);
+    gone(pid).await;
+    assert!(sibling.ended().await.is_err() && sibling.pause().await.is_err());
+    let vm = qemu.restore(&snapshot, &[]).await.unwrap();
+    assert_ne!(spawner.pid(), old);
+    vm.kill().await.unwrap();
 }

@@ -126,7 +126,9 @@ mod tests {
         }
         assert_eq!(parse(text), Ok(Some(Answer { status: 400, body: "wrong".to_owned() })));
         assert_eq!(parse(b"HTTP/1.1 204 \r\n\r\n").unwrap().unwrap().status, 204);
-        for bad in [&b"junk\r\n\r\n"[..], b"HTTP/1.1 200 \r\nContent-Length: 99999999\r\n\r\n", b"HTTP/1.1 200 \r\nContent-Length: x\r\n\r\n"] {
+        for bad in
+            [&b"junk\r\n\r\n"[..], b"HTTP/1.1 200 \r\nContent-Length: 99999999\r\n\r\n", b"HTTP/1.1 200 \r\nContent-Length: x\r\n\r\n"]
+        {
             assert!(parse(bad).is_err());
         }
     }

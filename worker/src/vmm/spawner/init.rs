@@ -9,6 +9,7 @@ use std::fs;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags};
 use volley_jobspecs::wire;
@@ -258,17 +259,14 @@ impl Init {
     fn ended(&mut self, index: usize) {
         let vmm = self.vmms.swap_remove(index);
         let exited = take_status(vmm.running.pid);
-        if let Some(user) = vmm.user {
-            kill_all_of(user);
-        }
+        let alone = vmm.user.is_none_or(|user| end_all_of(user, &self.vmms));
         for name in &vmm.attached {
             let _ = rustix::mount::unmount(vmm.dir.join(name), rustix::mount::UnmountFlags::DETACH);
         }
         // Made by a VMM that may be hostile: nothing of it is followed, and a mount in it was taken away before.
         let removed = fs::remove_dir_all(&vmm.dir);
-        reap_strangers(&self.vmms);
         // A user with something left is not given out again.
-        if removed.is_ok() {
+        if removed.is_ok() && alone {
             self.users.extend(vmm.user);
         }
         say(&vmm.socket, &Reply::Exited(exited));
@@ -337,19 +335,45 @@ fn take_status(pid: libc::pid_t) -> Exited {
     }
 }
 
-/// A VMM that a guest took over may have started others. They have its user, which nobody else has.
-fn kill_all_of(user: u32) {
+/// How long what a VMM left is killed and waited for. Machines of others wait meanwhile, but it is there only when a guest took its VMM
+/// over, and dies within milliseconds.
+const LEFT_TIME: Duration = Duration::from_secs(2);
+const LEFT_LOOK: Duration = Duration::from_millis(1);
+
+/// A VMM that a guest took over may have started others. They have its user, which nobody else has. False: some don't die.
+fn end_all_of(user: u32, vmms: &[Vmm]) -> bool {
+    let begin = Instant::now();
+    loop {
+        reap_strangers(vmms);
+        if kill_all_of(user) == 0 {
+            return true;
+        }
+        if begin.elapsed() > LEFT_TIME {
+            return false;
+        }
+        std::thread::sleep(LEFT_LOOK);
+    }
+}
+
+/// How many there were.
+fn kill_all_of(user: u32) -> usize {
     use std::os::unix::fs::MetadataExt;
+    let mut found = 0;
     for entry in fs::read_dir("/proc").into_iter().flatten().flatten() {
         let pid = entry.file_name().to_str().and_then(|name| name.parse::<libc::pid_t>().ok());
         if let (Some(pid), Ok(meta)) = (pid, entry.metadata())
             && meta.uid() == user
         {
+            found += 1;
             // SAFETY: plain system call, on a process of a user that is given to one VMM at a time, which has ended.
             unsafe { libc::kill(pid, libc::SIGKILL) };
         }
     }
+    found
 }
+
+/// Processes whose status is taken at once; more than a VMM's user may have.
+const PROCESSES_LOOKED_AT: usize = 1024;
 
 /// Takes the status of processes that became ours when the one that started them ended.
 fn reap_strangers(vmms: &[Vmm]) {
@@ -367,9 +391,6 @@ fn reap_strangers(vmms: &[Vmm]) {
         unsafe { libc::waitpid(pid, std::ptr::null_mut(), libc::WNOHANG) };
     }
 }
-
-/// At one end of a VMM; what is left is looked at with the next.
-const PROCESSES_LOOKED_AT: usize = 1024;
 
 fn probe_kvm() -> Result<Running, (Step, i32)> {
     // SAFETY: this process has one thread, so the child may run anything.

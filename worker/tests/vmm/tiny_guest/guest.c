@@ -14,9 +14,14 @@ typedef unsigned long u64;
 
 enum { PORT = 5000, HOST = 2, RING = 16, BUFFER = 4096, IN_MAX = 65536, OUT_MAX = 2048, DISKS_MAX = 8, SECTOR = 512 };
 
+/* Any eight bytes. */
+typedef u64 __attribute__((may_alias, aligned(1))) word;
+
 void *memcpy(void *to, const void *from, u64 len) {
     u8 *a = to;
     const u8 *b = from;
+    /* Words first: each step is emulated. */
+    for (; len >= 8; len -= 8, a += 8, b += 8) *(word *)a = *(const word *)b;
     while (len--) *a++ = *b++;
     return to;
 }
@@ -190,36 +195,32 @@ static void send(u16 op, u32 port, const u8 *bytes, u32 len) {
 
 /* ---- BLAKE3 of 64 bytes and less: one block, which is the root ---- */
 
-static void mix(u32 *v, int a, int b, int c, int d, u32 x, u32 y) {
+/* Written out, with the places of the words in each round: loops over them cost more than the sums. */
 #define TURN(value, by) ((value) >> (by) | (value) << (32 - (by)))
-    v[a] += v[b] + x;
-    v[d] = TURN(v[d] ^ v[a], 16);
-    v[c] += v[d];
-    v[b] = TURN(v[b] ^ v[c], 12);
-    v[a] += v[b] + y;
-    v[d] = TURN(v[d] ^ v[a], 8);
-    v[c] += v[d];
-    v[b] = TURN(v[b] ^ v[c], 7);
-}
+#define MIX(a, b, c, d, x, y)                                                                                                            \
+    v[a] += v[b] + m[x], v[d] = TURN(v[d] ^ v[a], 16), v[c] += v[d], v[b] = TURN(v[b] ^ v[c], 12), v[a] += v[b] + m[y],                   \
+        v[d] = TURN(v[d] ^ v[a], 8), v[c] += v[d], v[b] = TURN(v[b] ^ v[c], 7)
+#define ROUND(a, b, c, d, e, f, g, h, i, j, k, l, n, o, p, q)                                                                            \
+    MIX(0, 4, 8, 12, a, b), MIX(1, 5, 9, 13, c, d), MIX(2, 6, 10, 14, e, f), MIX(3, 7, 11, 15, g, h);                                    \
+    MIX(0, 5, 10, 15, i, j), MIX(1, 6, 11, 12, k, l), MIX(2, 7, 8, 13, n, o), MIX(3, 4, 9, 14, p, q)
 
 static void hash(const u8 *bytes, u32 len, u8 *out) {
     static const u32 iv[8] = {0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a, 0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19};
-    static const u8 order[16] = {2, 6, 3, 10, 7, 0, 4, 13, 1, 11, 12, 5, 9, 14, 15, 8};
-    u32 m[16], next[16], v[16];
-    memset(m, 0, sizeof m);
+    u32 m[16] = {0}, v[16];
     memcpy(m, bytes, len);
-    for (int i = 0; i < 8; i++) v[i] = iv[i];
-    for (int i = 0; i < 4; i++) v[8 + i] = iv[i];
+    memcpy(v, iv, 32);
+    memcpy(v + 8, iv, 16);
     v[12] = v[13] = 0;
     v[14] = len;
     /* First and last block of a chunk, and the root. */
     v[15] = 11;
-    for (int round = 0; round < 7; round++) {
-        for (int i = 0; i < 4; i++) mix(v, i, 4 + i, 8 + i, 12 + i, m[2 * i], m[2 * i + 1]);
-        for (int i = 0; i < 4; i++) mix(v, i, 4 + (i + 1) % 4, 8 + (i + 2) % 4, 12 + (i + 3) % 4, m[8 + 2 * i], m[9 + 2 * i]);
-        for (int i = 0; i < 16; i++) next[i] = m[order[i]];
-        memcpy(m, next, sizeof m);
-    }
+    ROUND(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    ROUND(2, 6, 3, 10, 7, 0, 4, 13, 1, 11, 12, 5, 9, 14, 15, 8);
+    ROUND(3, 4, 10, 12, 13, 2, 7, 14, 6, 5, 9, 0, 11, 15, 8, 1);
+    ROUND(10, 7, 12, 9, 14, 3, 13, 15, 4, 0, 11, 2, 5, 8, 1, 6);
+    ROUND(12, 13, 9, 11, 15, 10, 14, 8, 7, 2, 5, 3, 0, 1, 6, 4);
+    ROUND(9, 14, 11, 5, 8, 12, 15, 1, 13, 3, 0, 10, 2, 6, 4, 7);
+    ROUND(11, 15, 5, 0, 1, 9, 8, 6, 14, 10, 2, 12, 3, 4, 7, 13);
     for (int i = 0; i < 8; i++) v[i] ^= v[8 + i];
     memcpy(out, v, 32);
 }
@@ -237,7 +238,7 @@ static void put(u8 byte) {
     if (out_len < OUT_MAX) out[out_len++] = byte;
 }
 static void put_bytes(const void *bytes, u32 len) {
-    for (u32 i = 0; i < len; i++) put(((const u8 *)bytes)[i]);
+    if (out_len + len <= OUT_MAX) memcpy(out + out_len, bytes, len), out_len += len;
 }
 /* A CBOR head of less than 2^16. */
 static void put_head(u8 major, u32 value) {

@@ -25,11 +25,11 @@ use tokio::io::unix::AsyncFd;
 use volley_jobspecs::wire;
 
 use crate::spawner::{only_descriptor, packet};
+use crate::users::{self, UsersError};
 use proto::{Exited, Order, PACKET_BYTES_MAX, REPLY_BYTES_MAX, Reply, Start, Step, What};
 
-/// The first user and group of VMMs: behind those of tasks (`users::FIRST`, at most 4,096 slots), before the subordinate users that
-/// useradd gives out from 100,000 on.
-pub const USERS_FIRST: u32 = 90_000;
+/// The first user and group of VMMs.
+pub const USERS_FIRST: u32 = users::FIRST_OF_MACHINES;
 /// How many there are: more machines than a host has memory for.
 pub const USERS_MAX: u32 = 4_096;
 /// How long the spawner may take to set itself up: a dozen system calls, on a host that may be busy.
@@ -43,6 +43,9 @@ pub enum SpawnError {
     /// The spawner does not come up.
     #[error("can't start the helper that spawns machines: {0}; run the worker as root, or leave `microvm` out of its isolation")]
     Spawner(String),
+    /// Machines have no users.
+    #[error(transparent)]
+    Users(#[from] UsersError),
     /// It is gone.
     #[error("the helper that spawns machines was killed, and every machine with it")]
     Gone,
@@ -118,8 +121,11 @@ impl MachineSpawner {
     /// Forks the spawner. Call it early in `main`, before any thread exists and before memory is used.
     ///
     /// # Errors
-    /// [`SpawnError::Spawner`].
+    /// [`SpawnError::Spawner`], [`SpawnError::Users`].
     pub fn start() -> Result<Self, SpawnError> {
+        if rustix::process::geteuid().is_root() {
+            users::for_machines(USERS_MAX)?;
+        }
         Ok(Self { inner: Arc::new(Mutex::new(fork_spawner()?)) })
     }
 

@@ -51,14 +51,13 @@ struct Tiny {
 }
 
 fn binary() -> Result<PathBuf, String> {
-    let path = match std::env::var_os("VOLLEY_FIRECRACKER") {
-        Some(path) => PathBuf::from(path),
-        None => host::part("VOLLEY_FIRECRACKER", "../firecracker/bin/firecracker").ok_or("no place for Firecracker (HOME)")?,
-    };
+    let named = std::env::var_os("VOLLEY_FIRECRACKER").is_some();
+    let path = host::part("VOLLEY_FIRECRACKER", "../firecracker/bin/firecracker").ok_or("no place for Firecracker (HOME)")?;
     let bytes = std::fs::read(&path).map_err(|e| format!("no Firecracker (VOLLEY_FIRECRACKER): {}: {e}", path.display()))?;
     match hex::encode(Sha256::digest(bytes)) {
-        found if found == BINARY_SHA256 || std::env::var_os("VOLLEY_FIRECRACKER").is_some() => Ok(path),
-        found => Err(format!("{} is another file than expected (SHA-256 {found})", path.display())),
+        // One that is named may be any; what lies in the cache may not.
+        found if found != BINARY_SHA256 && !named => Err(format!("{} is another file than expected (SHA-256 {found})", path.display())),
+        _ => Ok(path),
     }
 }
 
@@ -202,18 +201,20 @@ async fn restored(tiny: &Tiny, snapshot: &Snapshot, nonce: u8) -> (Box<dyn Vm>, 
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn sixteen_at_once_and_thirty_in_a_row_leave_nothing() {
+async fn many_at_once_and_thirty_in_a_row_leave_nothing() {
     let Some(spawner) = spawner() else { return };
     let Some(tiny) = Tiny::find(&spawner).await else { return };
     let snapshot = tiny.saved().await;
-    let begin = Instant::now();
-    let all = futures::future::join_all((0..16).map(|n| restored(&tiny, &snapshot, n)));
-    let all = tokio::time::timeout(SOON, all).await.unwrap();
-    eprintln!("16 at once: all answered after {:?}", begin.elapsed());
-    assert_eq!(children(spawner.pid()).len(), 16);
-    for (vm, guest, _) in all {
-        assert_eq!(say(&guest, &["count"]).await, "0003");
-        vm.kill().await.unwrap();
+    for many in [16, 64] {
+        let begin = Instant::now();
+        let all = futures::future::join_all((0..many).map(|n| restored(&tiny, &snapshot, n)));
+        let all = tokio::time::timeout(SOON, all).await.unwrap();
+        eprintln!("{many} at once: all answered after {:?}", begin.elapsed());
+        assert_eq!(children(spawner.pid()).len(), usize::from(many));
+        for (vm, guest, _) in all {
+            assert_eq!(say(&guest, &["count"]).await, "0003");
+            vm.kill().await.unwrap();
+        }
     }
     let (mut before, mut times) = (None, Vec::new());
     for n in 0..30 {

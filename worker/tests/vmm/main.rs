@@ -4,6 +4,7 @@
 
 mod confined;
 mod firecracker;
+#[expect(dead_code, reason = "shared with tests that start QEMU themselves")]
 #[path = "../guest/host.rs"]
 mod host;
 mod linux;

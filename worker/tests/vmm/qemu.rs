@@ -45,7 +45,7 @@ async fn saved(qemu: &Qemu, linux: &Linux) -> Snapshot {
 }
 
 /// What the host's kernel says of the VMM: its own user, no rights, and system calls that are refused.
-fn is_confined(vm: &Box<dyn Vm>) {
+fn is_confined(vm: &dyn Vm) {
     let status = std::fs::read_to_string(format!("/proc/{}/status", vm.pid())).unwrap();
     let user = vm.user().unwrap();
     for line in [format!("Uid:\t{user}\t{user}"), "CapEff:\t0000000000000000".into(), "NoNewPrivs:\t1".into(), "Seccomp:\t2".into()] {
@@ -91,7 +91,7 @@ async fn a_linux_machine_is_saved_and_its_clones_are_alike_in_nothing_but_their_
     let (mut drawn, mut users, mut live) = (BTreeSet::new(), BTreeSet::new(), Vec::new());
     for ((mut vm, restore), nonce) in restored.await.into_iter().zip(10..) {
         assert!(users.insert(vm.user().unwrap()));
-        is_confined(&vm);
+        is_confined(&*vm);
         let Some(scratch) = ext4(&linux.dir.path().join(format!("scratch-{nonce}")), SCRATCH_BYTES) else { return };
         let (guest, took) = bring_up(&qemu, &mut vm, scratch.into(), nonce).await;
         eprintln!("restore {restore:?}, swap {:?}, cont to answer {:?}, to exec {:?}", took.swap, took.answer, took.exec);
@@ -119,6 +119,11 @@ async fn thirty_restores_in_a_row_leave_nothing() {
     let (Some(spawner), Some(linux)) = (spawner(), Linux::find().await) else { return };
     let Some(qemu) = qemu(&spawner).await else { return };
     let snapshot = saved(&qemu, &linux).await;
+    let begin = Instant::now();
+    let eight = futures::future::join_all((0..8).map(|_| qemu.restore(&snapshot, &[])));
+    let eight: Vec<_> = eight.await.into_iter().map(Result::unwrap).collect();
+    eprintln!("8 at once stand after {:?}", begin.elapsed());
+    futures::future::join_all(eight.into_iter().map(Vm::kill)).await.into_iter().for_each(|ended| drop(ended.unwrap()));
     let (mut before, mut restores, mut answers) = (None, Vec::new(), Vec::new());
     for n in 0..30 {
         let begin = Instant::now();

@@ -301,3 +301,62 @@ async fn a_worker_that_is_killed_leaves_nothing() {
     }
     eprintln!("all gone after {:?}", begin.elapsed());
 }
+
+/// Runs as a user without rights. What can't be shut off then is named, and the rest is.
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "started by the test below"]
+async fn as_nobody() {
+    // SAFETY: a plain system call.
+    if unsafe { libc::geteuid() } != NOBODY {
+        return;
+    }
+    let spawner = match MachineSpawner::start() {
+        Ok(spawner) => spawner,
+        Err(why) => {
+            println!("skipped: {why}");
+            return;
+        }
+    };
+    println!("missing: {}", spawner.missing().join("; "));
+    let (said, write) = Tail::follow().unwrap();
+    let null = File::open("/dev/null").unwrap();
+    let script = "cd /; echo /*; cat /proc/self/status; cd -; echo x > mine && echo own; umount /usr || echo stays";
+    let argv = ["sh", "-c", script].map(Into::into).to_vec();
+    let inherits = vec![null.as_fd(), write.as_fd(), write.as_fd()];
+    let launch = Launch { program: Program::Path("/usr/bin/sh".as_ref()), argv, cgroups: &[], inherits };
+    let process = spawner.launch(&launch).await.unwrap();
+    drop(launch);
+    drop(write);
+    assert_eq!(process.user(), None);
+    let exited = tokio::time::timeout(SOON, process.exited()).await.unwrap().unwrap();
+    let said = said.ended(SOON).await;
+    assert!(exited.code == Some(0), "{said}");
+    for line in ["/m /proc ", "CapEff: 0000000000000000", "NoNewPrivs: 1", "own\n", "stays\n"] {
+        assert!(said.contains(line) && !said.contains("/home"), "{line}: {said}");
+    }
+}
+
+const NOBODY: u32 = 65_534;
+
+#[test]
+fn without_root_the_rest_is_shut_off() {
+    use std::os::unix::process::CommandExt;
+    // SAFETY: a plain system call.
+    if unsafe { libc::geteuid() } != 0 {
+        eprintln!("skipped: only root can start somebody else's process");
+        return;
+    }
+    let ran = Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "confined::as_nobody", "--ignored", "--nocapture"])
+        .uid(NOBODY)
+        .gid(NOBODY)
+        .output()
+        .unwrap();
+    let said = String::from_utf8_lossy(&ran.stdout);
+    if let Some(why) = said.lines().find(|line| line.starts_with("skipped: ")) {
+        eprintln!("{why}");
+        return;
+    }
+    eprintln!("{said}");
+    assert!(ran.status.success(), "{said} {}", String::from_utf8_lossy(&ran.stderr));
+}

@@ -8,6 +8,7 @@ mod firecracker;
 #[path = "../guest/host.rs"]
 mod host;
 mod linux;
+mod nbd;
 mod qemu;
 
 use std::collections::BTreeMap;

@@ -10,6 +10,7 @@ use volley_worker::vmm::qemu::Qemu;
 use volley_worker::vmm::{Disk, Slot, Snapshot, Source, Vm, Vmm, VmmError};
 
 use crate::linux::{Linux, ext4, session, sh};
+use crate::nbd::Server;
 use crate::{Held, SOON, children, median, spawner};
 
 /// Size of scratch disks.
@@ -123,7 +124,7 @@ async fn thirty_restores_in_a_row_leave_nothing() {
     let eight = futures::future::join_all((0..8).map(|_| qemu.restore(&snapshot, &[])));
     let eight: Vec<_> = eight.await.into_iter().map(Result::unwrap).collect();
     eprintln!("8 at once stand after {:?}", begin.elapsed());
-    futures::future::join_all(eight.into_iter().map(Vm::kill)).await.into_iter().for_each(|ended| drop(ended.unwrap()));
+    futures::future::join_all(eight.into_iter().map(Vm::kill)).await.into_iter().for_each(|ended| assert!(ended.unwrap().signal == Some(9)));
     let (mut before, mut restores, mut answers) = (None, Vec::new(), Vec::new());
     for n in 0..30 {
         let begin = Instant::now();
@@ -206,4 +207,45 @@ async fn a_vmm_that_is_killed_is_told_and_its_sibling_lives() {
     let vm = qemu.restore(&snapshot, &[]).await.unwrap();
     assert_ne!(spawner.pid(), old);
     vm.kill().await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_volume_behind_nbd_whose_server_goes_away_and_comes_back() {
+    let (Some(spawner), Some(linux)) = (spawner(), Linux::find().await) else { return };
+    let Some(qemu) = qemu(&spawner).await else { return };
+    let snapshot = saved(&qemu, &linux).await;
+    let image = linux.dir.path().join("image");
+    let Some(_) = ext4(&image, 32 << 20) else { return };
+    let volume = tempfile::tempdir().unwrap();
+    let socket = volume.path().join("nbd");
+    let server = Server::start(&socket, std::fs::read(&image).unwrap());
+    let mut vm = qemu.restore(&snapshot, &[]).await.unwrap();
+    // The directory's own mode is for its owner only; the machine gets it as it is.
+    std::fs::set_permissions(volume.path(), std::os::unix::fs::PermissionsExt::from_mode(0o711)).unwrap();
+    let slot = Slot::volume(1).unwrap();
+    let dir: OwnedFd = std::fs::File::open(volume.path()).unwrap().into();
+    let begin = Instant::now();
+    let source = Source::Nbd { dir, socket: "nbd".to_owned(), export: "one".to_owned() };
+    vm.swap(slot, Disk { source, bytes: 32 << 20 }).await.unwrap();
+    eprintln!("swap {:?}", begin.elapsed());
+    vm.resume().await.unwrap();
+    let guest = session(vm.connect().await.unwrap(), 5, true).await;
+    guest.reseed([5; 64]).await.unwrap();
+    let disk = slot.disk(qemu.capabilities());
+    let mount = Mount { disk, bytes: 32 << 20, fs: "ext4".to_owned(), target: "/volume".to_owned(), read_only: false, owner: None };
+    guest.mount(mount).await.unwrap();
+    assert_eq!(sh(&guest, "echo before > /volume/before; sync; echo done").await, "done");
+    let bytes = server.stop(&socket);
+    // It comes back, under the same name, while the guest waits for its writes.
+    let (written, server) = tokio::join!(sh(&guest, "echo after > /volume/after; sync; echo done"), async {
+        tokio::time::sleep(Duration::from_secs(1)).await;
+        Server::start(&socket, bytes)
+    });
+    assert_eq!(written, "done");
+    assert_eq!(sh(&guest, "cat /volume/before /volume/after").await, "before\nafter");
+    guest.unmount("/volume", SOON).await.unwrap();
+    vm.kill().await.unwrap();
+    let kept = server.stop(&socket);
+    assert!(kept.windows(6).any(|bytes| bytes == b"after\n"));
+    assert_eq!(children(spawner.pid()), Vec::<u32>::new());
 }

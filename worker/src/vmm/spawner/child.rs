@@ -15,6 +15,11 @@ const PROCESSES_MAX: libc::rlim_t = 256;
 /// Where descriptors are kept before they are placed: above every place they may get.
 pub const HIGH: c_int = 128;
 
+/// `_LINUX_CAPABILITY_VERSION_3` of linux/capability.h, and `SECBIT_NOROOT`, locked, of linux/securebits.h: user 0 gets no rights by
+/// being user 0.
+const CAPABILITY_VERSION: u32 = 0x2008_0522;
+const NO_ROOT: libc::c_ulong = 3;
+
 /// What is started.
 pub struct Plan<'a> {
     /// The program's path; none: `program_fd`.
@@ -139,6 +144,11 @@ unsafe fn become_it(plan: &Plan<'_>, argv: &[*const c_char]) -> (Step, c_int) {
             {
                 return (Step::User, errno());
             }
+        } else {
+            // In a namespace of users a worker without root has every right: none of them is for machines. Elsewhere there are none.
+            let (head, none) = ([CAPABILITY_VERSION, 0], [0u32; 6]);
+            libc::prctl(libc::PR_SET_SECUREBITS, NO_ROOT, 0, 0, 0);
+            libc::syscall(libc::SYS_capset, head.as_ptr(), none.as_ptr());
         }
         // After the change of user, which takes it back. The spawner can't have died unseen: it is suspended until the exec.
         if libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) < 0 || libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL, 0, 0, 0) < 0 {

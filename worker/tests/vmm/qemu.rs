@@ -9,9 +9,9 @@ use volley_worker::vmm::kvm;
 use volley_worker::vmm::qemu::Qemu;
 use volley_worker::vmm::{Disk, Slot, Snapshot, Source, Vm, Vmm, VmmError};
 
-use crate::linux::{Linux, ext4, session, sh};
+use crate::linux::{Linux, ext4, session, sh, shell};
 use crate::nbd::Server;
-use crate::{Held, SOON, children, median, spawner};
+use crate::{Held, SOON, children, median, pss_kib, spawner};
 
 /// Size of scratch disks.
 const SCRATCH_BYTES: u64 = 96 << 20;
@@ -124,7 +124,12 @@ async fn thirty_restores_in_a_row_leave_nothing() {
     let eight = futures::future::join_all((0..8).map(|_| qemu.restore(&snapshot, &[])));
     let eight: Vec<_> = eight.await.into_iter().map(Result::unwrap).collect();
     eprintln!("8 at once stand after {:?}", begin.elapsed());
-    futures::future::join_all(eight.into_iter().map(Vm::kill)).await.into_iter().for_each(|ended| assert!(ended.unwrap().signal == Some(9)));
+    let each: Vec<u64> = eight.iter().map(|vm| pss_kib(vm.pid())).collect();
+    eprintln!("KiB each {each:?}, memory of all {} MiB", snapshot.memory.allocated_bytes().unwrap() >> 20);
+    futures::future::join_all(eight.into_iter().map(Vm::kill))
+        .await
+        .into_iter()
+        .for_each(|ended| assert!(ended.unwrap().signal == Some(9)));
     let (mut before, mut restores, mut answers) = (None, Vec::new(), Vec::new());
     for n in 0..30 {
         let begin = Instant::now();
@@ -169,7 +174,7 @@ async fn a_vmm_that_is_killed_is_told_and_its_sibling_lives() {
     let Some(qemu) = qemu(&spawner).await else { return };
     let snapshot = saved(&qemu, &linux).await;
     let mut live = Vec::new();
-    for nonce in [1, 2] {
+    for nonce in [1, 2, 3] {
         let mut vm = qemu.restore(&snapshot, &[]).await.unwrap();
         vm.resume().await.unwrap();
         let guest = session(vm.connect().await.unwrap(), nonce, true).await;
@@ -187,6 +192,12 @@ async fn a_vmm_that_is_killed_is_told_and_its_sibling_lives() {
     assert!(lost.hello().await.is_err());
     let why = victim.pause().await.unwrap_err();
     assert!(matches!(&why, VmmError::Ended { end, .. } if end == "signal 9"), "{why}");
+    // A guest's kernel panics: the end of its console says so.
+    let (panics, guest) = live.remove(0);
+    let _lost = guest.exec(&shell("echo c > /proc/sysrq-trigger")).await;
+    let exited = tokio::time::timeout(SOON, panics.ended()).await.unwrap().unwrap();
+    let console = panics.console();
+    assert!(exited.code == Some(0) && console.contains("Kernel panic - not syncing: sysrq triggered crash"), "{exited:?} {console}");
     let (mut sibling, guest) = live.remove(0);
     assert_eq!(sh(&guest, "cat /tmp/warm").await, "warm");
     // What can't be a disk is refused, and the machine lives on.

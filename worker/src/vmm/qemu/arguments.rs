@@ -17,7 +17,7 @@ pub const KERNEL_FD: u32 = 7;
 /// See [`KERNEL_FD`].
 pub const INITRD_FD: u32 = 8;
 /// The set of descriptors of the root disk; those of slots come behind it.
-const ROOT_SET: u32 = 1;
+pub const ROOT_SET: u32 = 1;
 
 /// The machine type. Its details belong to QEMU's version, which is part of what a snapshot depends on.
 pub const MACHINE: &str = "q35";

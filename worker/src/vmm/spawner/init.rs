@@ -17,7 +17,7 @@ use volley_jobspecs::wire;
 use super::child::{self, HIGH, Plan, Running, Stack};
 use super::proto::{Exited, Order, PACKET_BYTES_MAX, Reply, Start, Step, What};
 use super::{Hello, USERS_FIRST, USERS_MAX, view};
-use crate::spawner::packet;
+use crate::spawner::{packet, zygote};
 use crate::vmm::kvm;
 
 /// Signals that are for the worker, which decides what becomes of machines.
@@ -108,7 +108,9 @@ fn set_up() {
         let no_core = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
         libc::setrlimit(libc::RLIMIT_CORE, &raw const no_core);
         libc::prctl(libc::PR_SET_NAME, c"volley-machines".as_ptr());
+        // Without root, machines have this process's user: neither its memory nor its environment is for them.
         libc::prctl(libc::PR_SET_DUMPABLE, 0, 0, 0, 0);
+        zygote::wipe_environment();
     }
     let _ = rustix::process::set_child_subreaper(Some(rustix::process::getpid()));
 }

@@ -26,8 +26,8 @@ use super::kvm::Kvm;
 use super::spawner::proto::Exited;
 use super::spawner::{Launch, MachineSpawner, Process, Program, SpawnError};
 use super::{
-    Accelerator, Boot, Capabilities, Disk, FORMAT, Identity, Kind, PORT_NUMBER, SLOTS, Size, Slot, Snapshot, Source, Version, Vm, Vmm,
-    VmmError, io_error,
+    Accelerator, Boot, Capabilities, Disk, FORMAT, Identity, Kind, PORT_NUMBER, Size, Slot, Snapshot, Source, Version, Vm, Vmm, VmmError,
+    io_error,
 };
 use crate::guest::Stream;
 use api::Api;
@@ -166,7 +166,7 @@ impl Firecracker {
             Err(why) => return Err(explained(why, &process, &console, &errors).await),
         };
         let made_by = self.capabilities.identity.clone();
-        Ok(FirecrackerVm { api, process, console, errors, saves: None, root: root.cloned(), size, made_by, contents: [0; SLOTS] })
+        Ok(FirecrackerVm { api, process, console, errors, saves: None, root: root.cloned(), size, made_by, newest: 0 })
     }
 }
 
@@ -204,8 +204,8 @@ struct FirecrackerVm {
     root: Option<Arc<File>>,
     size: Size,
     made_by: Identity,
-    /// How many disks each slot has had.
-    contents: [u32; SLOTS],
+    /// The newest number of a slot's content ([`Slot::content`]).
+    newest: u32,
 }
 
 impl FirecrackerVm {
@@ -244,13 +244,10 @@ impl FirecrackerVm {
             let (user, group) = (rustix::fs::Uid::from_raw(user), rustix::fs::Gid::from_raw(user));
             rustix::fs::fchown(&file, Some(user), Some(group)).map_err(|e| io_error("giving a disk to a machine")(e.into()))?;
         }
-        let content = slot.content(self.contents.get(slot.index()).copied().unwrap_or_default() + 1);
+        self.newest += 1;
+        let content = slot.content(self.newest);
         self.process.attach(&content, file.as_fd()).await?;
-        self.call(bodies::swap(slot, &content), CALL_WAIT).await?;
-        if let Some(number) = self.contents.get_mut(slot.index()) {
-            *number += 1;
-        }
-        Ok(())
+        self.call(bodies::swap(slot, &content), CALL_WAIT).await
     }
 
     /// Asks Firecracker for the agent's port until it listens.

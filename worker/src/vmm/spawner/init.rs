@@ -50,6 +50,7 @@ struct Init {
 pub fn main(worker: OwnedFd, mut missing: Vec<String>, own_mounts: bool) -> ! {
     set_up();
     let entered = view::enter(own_mounts);
+    let outside = entered.is_err();
     let say = |reply: Reply, fds: &[std::os::fd::BorrowedFd<'_>]| packet::send(worker.as_fd(), &wire::encode(&Hello::Reply(reply)), fds);
     let directory = match entered {
         Ok(directory) => directory,
@@ -80,6 +81,10 @@ pub fn main(worker: OwnedFd, mut missing: Vec<String>, own_mounts: bool) -> ! {
     init.serve();
     for vmm in &init.vmms {
         init.kill(vmm);
+    }
+    if outside {
+        // In a view nothing is removed: it goes as a whole, and behind its mounts are the worker's files.
+        let _ = fs::remove_dir_all(&init.machines);
     }
     exit(0)
 }
@@ -262,13 +267,12 @@ impl Init {
         let vmm = self.vmms.swap_remove(index);
         let exited = take_status(vmm.running.pid);
         let alone = vmm.user.is_none_or(|user| end_all_of(user, &self.vmms));
-        for name in &vmm.attached {
-            let _ = rustix::mount::unmount(vmm.dir.join(name), rustix::mount::UnmountFlags::DETACH);
-        }
-        // Made by a VMM that may be hostile: nothing of it is followed, and a mount in it was taken away before.
-        let removed = fs::remove_dir_all(&vmm.dir);
+        let detach = |name| rustix::mount::unmount(vmm.dir.join(name), rustix::mount::UnmountFlags::DETACH).is_ok();
+        let bare = vmm.attached.iter().map(detach).fold(true, |all, one| all && one);
+        // Made by a VMM that may be hostile, so no link in it is followed. Only without mounts: behind them are the worker's files.
+        let removed = bare && fs::remove_dir_all(&vmm.dir).is_ok();
         // A user with something left is not given out again.
-        if removed.is_ok() && alone {
+        if removed && alone {
             self.users.extend(vmm.user);
         }
         say(&vmm.socket, &Reply::Exited(exited));

@@ -267,8 +267,8 @@ impl Init {
         let vmm = self.vmms.swap_remove(index);
         let exited = take_status(vmm.running.pid);
         let alone = vmm.user.is_none_or(|user| end_all_of(user, &self.vmms));
-        let detach = |name| rustix::mount::unmount(vmm.dir.join(name), rustix::mount::UnmountFlags::DETACH).is_ok();
-        let bare = vmm.attached.iter().map(detach).fold(true, |all, one| all && one);
+        let stays = |name: &&String| rustix::mount::unmount(vmm.dir.join(name), rustix::mount::UnmountFlags::DETACH).is_err();
+        let bare = vmm.attached.iter().filter(stays).count() == 0;
         // Made by a VMM that may be hostile, so no link in it is followed. Only without mounts: behind them are the worker's files.
         let removed = bare && fs::remove_dir_all(&vmm.dir).is_ok();
         // A user with something left is not given out again.

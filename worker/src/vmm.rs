@@ -334,7 +334,7 @@ impl Disk {
         }
         if let Source::File(file) = &self.source {
             let stat = rustix::fs::fstat(file).map_err(|e| io_error("looking at a disk's file")(e.into()))?;
-            let regular = rustix::fs::FileType::from_raw_mode(stat.st_mode) == rustix::fs::FileType::RegularFile;
+            let regular = crate::beneath::kind(&stat) == rustix::fs::FileType::RegularFile;
             // QEMU would make it fit, and Firecracker take it as it is.
             if regular && u64::try_from(stat.st_size) != Ok(self.bytes) {
                 let (bytes, slot, found) = (self.bytes, slot.name(), stat.st_size);

@@ -17,7 +17,6 @@ use std::time::Duration;
 use futures::FutureExt;
 use futures::future::BoxFuture;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio::net::UnixStream;
 use tokio::time::Instant;
 
 use super::console::Tail;
@@ -152,10 +151,9 @@ impl Firecracker {
         let process = self.spawner.launch(&launch).await?;
         drop(launch);
         drop((its_console, its_errors));
-        let path = process.dir().join(bodies::API_SOCKET);
         // Whichever comes first: a process that ends makes no socket.
         let api = tokio::select! {
-            api = Api::connect(&path, START_WAIT) => api,
+            api = Api::connect(&process, bodies::API_SOCKET, START_WAIT) => api,
             exited = process.exited() => {
                 let end = exited.map_or_else(|why| why.to_string(), |exited| format!("{exited:?}"));
                 Err(VmmError::Ended { vmm: Kind::Firecracker, what: "its start".to_owned(), end, said: String::new() })
@@ -275,7 +273,7 @@ impl FirecrackerVm {
 
     /// One try, as `docs/vsock.md` of Firecracker describes it. Refused: the connection is closed.
     async fn try_once(&self) -> io::Result<Box<dyn Stream>> {
-        let mut socket = UnixStream::connect(self.process.dir().join(bodies::VSOCK)).await?;
+        let mut socket = self.process.connect(bodies::VSOCK).await?;
         socket.write_all(format!("CONNECT {PORT_NUMBER}\n").as_bytes()).await?;
         let mut answer = Vec::new();
         // Byte by byte: what comes behind the line is the agent's.

@@ -12,6 +12,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags};
+use rustix::mount::UnmountFlags;
 use volley_jobspecs::wire;
 
 use super::child::{self, HIGH, Plan, Running, Stack};
@@ -22,6 +23,9 @@ use crate::vmm::kvm;
 
 /// Signals that are for the worker, which decides what becomes of machines.
 pub const IGNORED: [libc::c_int; 5] = [libc::SIGTERM, libc::SIGINT, libc::SIGHUP, libc::SIGQUIT, libc::SIGPIPE];
+
+/// A mount goes at once, whoever uses it, and a link in its place is not followed.
+const TAKE_AWAY: UnmountFlags = UnmountFlags::DETACH.union(UnmountFlags::NOFOLLOW);
 
 /// One process.
 struct Vmm {
@@ -267,7 +271,7 @@ impl Init {
         let vmm = self.vmms.swap_remove(index);
         let exited = take_status(vmm.running.pid);
         let alone = vmm.user.is_none_or(|user| end_all_of(user, &self.vmms));
-        let stays = |name: &&String| rustix::mount::unmount(vmm.dir.join(name), rustix::mount::UnmountFlags::DETACH).is_err();
+        let stays = |name: &&String| rustix::mount::unmount(vmm.dir.join(name), TAKE_AWAY).is_err();
         let bare = vmm.attached.iter().filter(stays).count() == 0;
         // Made by a VMM that may be hostile, so no link in it is followed. Only without mounts: behind them are the worker's files.
         let removed = bare && fs::remove_dir_all(&vmm.dir).is_ok();

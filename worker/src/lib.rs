@@ -38,6 +38,7 @@ pub mod spawner;
 pub mod stop;
 pub mod trace;
 pub mod users;
+pub mod vmm;
 
 use std::sync::Arc;
 

@@ -4,11 +4,11 @@
 //! its reply are one packet each. Does not own what is run or why (`runtime/process`), nor limits (`cgroup`).
 
 mod child;
-mod packet;
+pub(crate) mod packet;
 pub mod proto;
 mod shim;
 pub mod tree;
-mod zygote;
+pub(crate) mod zygote;
 
 use std::fs::File;
 use std::io;
@@ -235,8 +235,8 @@ pub fn memory_file(name: &str, bytes: &[u8]) -> io::Result<OwnedFd> {
     Ok(file.into())
 }
 
-/// In the zygote: closes every descriptor but this one and the standard streams, which become /dev/null but for stderr.
-fn only_descriptor(socket: OwnedFd) -> OwnedFd {
+/// In a process that was just forked: closes every descriptor but this one and the standard streams, which become /dev/null but for stderr.
+pub(crate) fn only_descriptor(socket: OwnedFd) -> OwnedFd {
     /// Where the socket goes: right behind the standard streams.
     const PLACE: i32 = 3;
     use std::os::fd::FromRawFd;

@@ -1,6 +1,6 @@
-//! The users of tasks on a host where the worker runs as root.
+//! The users of tasks and machines on a host where the worker runs as root.
 //!
-//! Owns which numbers slots have when nobody names any, whether they are somebody else's, and whether such users reach their
+//! Owns which numbers slots and machines have when nobody names any, whether they are somebody else's, and whether such users reach their
 //! directories. Does not own becoming one (`spawner`) or whose directories are whose (`dirs`).
 
 use std::io;
@@ -18,15 +18,44 @@ const FILES: [(&str, bool); 4] = [("/etc/passwd", false), ("/etc/group", false),
 /// Which users and groups there are at all in this process's namespace: lines of `first, first outside, count`.
 const MAPS: [&str; 2] = ["/proc/self/uid_map", "/proc/self/gid_map"];
 
-/// Why slots can't have users of their own from [`FIRST`] on. Each says which flag names others.
+/// The first user and group of machines when nobody names one: behind those of slots, before the subordinate users.
+pub const FIRST_OF_MACHINES: u32 = 90_000;
+
+/// Who gets users.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Whose {
+    /// Tasks, by their slot.
+    Slots,
+    /// Machines.
+    Machines,
+}
+
+impl Whose {
+    fn wanted(self) -> &'static str {
+        match self {
+            Self::Slots => "tasks should run as users of their own, one for each slot",
+            Self::Machines => "machines should run as users of their own, one for each",
+        }
+    }
+
+    fn others(self) -> &'static str {
+        match self {
+            Self::Slots => {
+                "name the first of as many free ones with --task-users UID:GID, or one user for all tasks with --task-user UID:GID"
+            }
+            Self::Machines => "give those to nobody else, or leave `microvm` out of the worker's isolation",
+        }
+    }
+}
+
+/// Why slots or machines can't have users of their own from [`FIRST`] or [`FIRST_OF_MACHINES`] on. Each says what helps.
 #[derive(Debug, thiserror::Error)]
 pub enum UsersError {
     /// They are somebody's.
-    #[error(
-        "tasks should run as the users {first} to {last}, one for each slot, but {file} has {owner} there; name the first of as many \
-         free ones with --task-users UID:GID, or one user for all tasks with --task-user UID:GID"
-    )]
+    #[error("{}, {first} to {last}, but {file} has {owner} there; {}", .whose.wanted(), .whose.others())]
     Taken {
+        /// For whom.
+        whose: Whose,
         /// The first.
         first: u32,
         /// The last.
@@ -37,11 +66,10 @@ pub enum UsersError {
         owner: String,
     },
     /// They can't be used in this container.
-    #[error(
-        "tasks should run as the users {first} to {last}, one for each slot, but this container has no such users ({file}); name the \
-         first of others with --task-users UID:GID, or one user for all tasks with --task-user UID:GID"
-    )]
+    #[error("{}, {first} to {last}, but this container has no such users ({file}); {}", .whose.wanted(), .whose.others())]
     Unmapped {
+        /// For whom.
+        whose: Whose,
         /// The first.
         first: u32,
         /// The last.
@@ -50,8 +78,10 @@ pub enum UsersError {
         file: &'static str,
     },
     /// Whether they are can't be seen.
-    #[error("reading {file}, to see which users are free for tasks: {source}; name them with --task-users UID:GID")]
+    #[error("reading {file}, to see which users are free: {source}; {}", .whose.others())]
     Read {
+        /// For whom.
+        whose: Whose,
         /// Which.
         file: &'static str,
         /// What the system said.
@@ -65,27 +95,41 @@ pub enum UsersError {
 /// # Errors
 /// [`UsersError`].
 pub fn for_slots(slots: u32) -> Result<(u32, u32), UsersError> {
-    let (first, last) = (FIRST, FIRST.saturating_add(slots.saturating_sub(1)));
+    look(Whose::Slots, FIRST, slots)?;
+    Ok((FIRST, FIRST))
+}
+
+/// Looks that the users for so many machines are nobody else's, as [`for_slots`] does.
+///
+/// # Errors
+/// [`UsersError`].
+pub fn for_machines(machines: u32) -> Result<(), UsersError> {
+    look(Whose::Machines, FIRST_OF_MACHINES, machines)
+}
+
+fn look(whose: Whose, first: u32, count: u32) -> Result<(), UsersError> {
+    let last = first.saturating_add(count.saturating_sub(1));
+    let read = |file| read(file).map_err(|source| UsersError::Read { whose, file, source });
     for file in MAPS {
         let map = read(file)?;
         if !map.is_empty() && !is_mapped(&map, &(first..=last)) {
-            return Err(UsersError::Unmapped { first, last, file });
+            return Err(UsersError::Unmapped { whose, first, last, file });
         }
     }
     for (file, ranges) in FILES {
         if let Some(owner) = owner(&read(file)?, ranges, &(first..=last)) {
-            return Err(UsersError::Taken { first, last, file, owner });
+            return Err(UsersError::Taken { whose, first, last, file, owner });
         }
     }
-    Ok((first, first))
+    Ok(())
 }
 
 /// A file's text; nothing when there is no such file.
-fn read(file: &'static str) -> Result<String, UsersError> {
+fn read(file: &'static str) -> io::Result<String> {
     match std::fs::read(file) {
         Ok(bytes) => Ok(String::from_utf8_lossy(&bytes).into_owned()),
         Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(String::new()),
-        Err(source) => Err(UsersError::Read { file, source }),
+        Err(e) => Err(e),
     }
 }
 

@@ -8,8 +8,8 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
 
-/// Most descriptors of one packet: a memory file and three streams.
-pub const FDS_MAX: usize = 4;
+/// Most descriptors of one packet: those of a machine's VMM, which inherits a dozen and enters several cgroups.
+pub const FDS_MAX: usize = 32;
 
 /// Sends one packet.
 ///

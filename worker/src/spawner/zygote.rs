@@ -64,7 +64,7 @@ fn set_up() {
 ///
 /// # Safety
 /// Only in a process of one thread that reads no environment afterwards.
-unsafe fn wipe_environment() {
+pub unsafe fn wipe_environment() {
     // SAFETY: the list ends with a null pointer, and each text with a NUL byte; both are ours since the fork.
     unsafe {
         let mut at = environ;

@@ -29,6 +29,9 @@ pub fn control(state: &mut State, sequence: u64, control: &Control, fx: &mut Eff
         Verb::Drain { worker, on } => match state.workers.get_mut(worker) {
             Some(found) => {
                 found.draining = *on;
+                if !on {
+                    fx.resumed.push(worker.clone());
+                }
                 fx.workers.insert(worker.clone());
                 Ok(())
             }

@@ -184,6 +184,12 @@ impl Leader {
                 Some(_) => {}
             }
         }
+        for name in &fx.resumed {
+            self.scheduler.pardon(name);
+            if let Some(found) = state.workers.get(name).filter(|worker| worker.quarantined_until_ms > state.head.now_ms) {
+                self.pending.push(Decision::Quarantine { worker: name.clone(), incarnation: found.incarnation, until_ms: 0 });
+            }
+        }
         for (name, id, job) in &fx.opened {
             *self.holders.entry(*job).or_default().entry(name.clone()).or_insert(0) += 1;
             if let (Some(link), Some(worker)) = (self.links.get_mut(name), state.workers.get(name)) {
@@ -387,7 +393,7 @@ impl Leader {
         let wall_ms = self.wall_ms(now_ms);
         let lost_from = self.pending.len();
         self.declare_lost(state, now_ms);
-        let silent: BTreeSet<WorkerId> = self.pending[lost_from..]
+        let mut silent: BTreeSet<WorkerId> = self.pending[lost_from..]
             .iter()
             .filter_map(|d| if let Decision::WorkerLost { worker, .. } = d { Some(worker.clone()) } else { None })
             .chain(self.links.iter().filter(|(_, link)| link.draining).map(|(name, _)| name.clone()))
@@ -395,6 +401,7 @@ impl Leader {
         for (worker, ms) in self.scheduler.misbehaving() {
             if let Some(found) = state.workers.get(&worker) {
                 let incarnation = found.incarnation;
+                silent.insert(worker.clone());
                 self.pending.push(Decision::Quarantine { worker, incarnation, until_ms: wall_ms + ms });
             }
         }
@@ -471,4 +478,57 @@ fn holders(state: &State) -> BTreeMap<JobId, BTreeMap<WorkerId, u32>> {
         }
     }
     holders
+}
+
+#[cfg(test)]
+mod tests {
+    use volley_jobspecs::ids::{Incarnation, TenantId};
+    use volley_jobspecs::wire::record::{Actor, Control, Verb};
+    use volley_jobspecs::wire::work::WorkerInfo;
+
+    use super::*;
+    use crate::state::worker::{Promised, Worker};
+
+    #[test]
+    fn a_quarantined_worker_that_is_resumed_is_trusted_again() {
+        let name = WorkerId::new("w").unwrap_or_else(|e| panic!("{e}"));
+        let mut state = State::default();
+        state.head.now_ms = 1_000;
+        let info = WorkerInfo {
+            slots: 1,
+            cpu_milli: 1_000,
+            memory_bytes: 1 << 30,
+            disk_bytes: 1 << 30,
+            isolation: Vec::new(),
+            labels: BTreeMap::new(),
+            limits: false,
+            build: String::new(),
+            host: String::new(),
+        };
+        let worker = Worker {
+            incarnation: Incarnation(7),
+            info,
+            draining: false,
+            quarantined_until_ms: 9_000,
+            bundles: BTreeMap::new(),
+            promised: Promised::default(),
+        };
+        state.workers.insert(name.clone(), worker);
+        let mut leader = Leader::new(&state, 1_000, 0, Tuning::default());
+        let drain = |state: &mut State, leader: &mut Leader, on| {
+            let tenant = TenantId::new("operator").unwrap_or_else(|e| panic!("{e}"));
+            let actor = Actor { tenant, principal: "p".to_owned(), request_id: "r".to_owned() };
+            let mut fx = Effects::default();
+            crate::control::control(state, 1, &Control { actor, verb: Verb::Drain { worker: name.clone(), on } }, &mut fx);
+            leader.applied(state, &fx);
+        };
+        drain(&mut state, &mut leader, true);
+        assert_eq!(leader.pending, []);
+        drain(&mut state, &mut leader, false);
+        let trusted = Decision::Quarantine { worker: name.clone(), incarnation: Incarnation(7), until_ms: 0 };
+        assert_eq!(leader.pending, [trusted]);
+        state.workers.values_mut().for_each(|worker| worker.quarantined_until_ms = 0);
+        drain(&mut state, &mut leader, false);
+        assert_eq!(leader.pending.len(), 1, "nothing is recorded of one that is trusted already");
+    }
 }

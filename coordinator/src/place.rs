@@ -103,6 +103,11 @@ impl Scheduler {
         tasks.iter().for_each(|task| _ = self.avoid.remove(task));
     }
 
+    /// Forgets what a worker did: somebody wants it to be given tasks.
+    pub fn pardon(&mut self, worker: &WorkerId) {
+        self.conduct.remove(worker);
+    }
+
     /// Workers that should get nothing for a while, and for how long, in milliseconds.
     pub fn misbehaving(&mut self) -> Vec<(WorkerId, u64)> {
         let all: (u64, u64) = self.conduct.values().map(Conduct::totals).fold((0, 0), |a, b| (a.0 + b.0, a.1 + b.1));
@@ -355,9 +360,10 @@ fn says_something(class: FailureClass) -> bool {
     !matches!(class, FailureClass::HostLost | FailureClass::Cancelled)
 }
 
-/// Classes that speak against the worker rather than the task.
+/// Classes that speak against the worker rather than the task. Not failures of storage: a bucket that is away, or the server of a spec's
+/// input, is away for all workers. One that meets them alone is judged by that.
 fn blames_worker(class: FailureClass) -> bool {
-    matches!(class, FailureClass::RestoreFailed | FailureClass::GuestLost | FailureClass::StartTimeout | FailureClass::StorageFailed)
+    matches!(class, FailureClass::RestoreFailed | FailureClass::GuestLost | FailureClass::StartTimeout)
 }
 
 #[cfg(test)]

@@ -381,6 +381,7 @@ api_type! {
 api_type! {
     /// Asks for a cancel.
     #[derive(Default)]
+    #[serde(deny_unknown_fields)]
     pub struct CancelRequest {
         /// Stop tasks that run; otherwise they may end.
         #[serde(default)]
@@ -393,6 +394,7 @@ api_type! {
 
 api_type! {
     /// Makes or changes a tenant.
+    #[serde(deny_unknown_fields)]
     pub struct TenantRequest {
         /// Its name.
         pub tenant: String,
@@ -416,6 +418,7 @@ api_type! {
 
 api_type! {
     /// Asks for a token.
+    #[serde(deny_unknown_fields)]
     pub struct TokenRequest {
         /// Whose.
         pub tenant: String,
@@ -552,5 +555,21 @@ api_type! {
         pub features: Vec<String>,
         /// The bucket, as `s3://bucket/prefix`.
         pub bucket: String,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_request_with_a_field_that_nobody_knows_is_refused() {
+        fn refused<T: serde::de::DeserializeOwned>(json: &str) -> bool {
+            serde_json::from_str::<T>(json).is_err_and(|error| error.to_string().contains("unknown field"))
+        }
+        assert!(refused::<TenantRequest>(r#"{"tenant":"a","activeTaskMax":5}"#));
+        assert!(refused::<TokenRequest>(r#"{"tenant":"a","ttl":"1h"}"#));
+        assert!(refused::<CancelRequest>(r#"{"Now":true}"#));
+        assert!(serde_json::from_str::<TenantRequest>(r#"{"tenant":"a","activeTasksMax":5}"#).is_ok());
     }
 }

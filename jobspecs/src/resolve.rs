@@ -16,6 +16,8 @@ pub const WORD_BYTES_MAX: usize = 128 * 1024 - 1;
 pub const EXEC_BYTES_MAX: usize = 1024 * 1024;
 /// Longest path or URL, in bytes: Linux takes 4,096 with the closing NUL.
 pub const PATH_BYTES_MAX: usize = 4095;
+/// Longest name between two slashes of a path, in bytes (NAME_MAX of Linux).
+pub const NAME_BYTES_MAX: usize = 255;
 
 /// A task as a worker runs it: every text is final.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -101,6 +103,9 @@ pub enum TextError {
     /// No path of one file: empty parts, `.`, or a closing slash.
     #[error("not the path of one file")]
     NotAFile,
+    /// A name in it that no file can have.
+    #[error("a name in the path is longer than {NAME_BYTES_MAX} bytes")]
+    NameTooLong,
     /// No known scheme.
     #[error("not a place a file can come from")]
     Source,
@@ -118,6 +123,7 @@ impl TextError {
             Self::Nul => "text without NUL bytes",
             Self::TooLong(_) => "a shorter text; longer ones belong in an input file",
             Self::Absolute | Self::Escapes | Self::NotAFile => "a path within the task's own directory, such as data/in.json",
+            Self::NameTooLong => "names that a file can have",
             Self::Relative => "a path from the root, such as /data",
             Self::Source => "s3://bucket/key, http://…, https://…, or upload:ID (upload:NAME with --upload NAME=FILE)",
             Self::Digest => "64 hex digits",
@@ -271,7 +277,10 @@ fn check_file_path(path: &str) -> Result<(), TextError> {
         return Err(TextError::Absolute);
     }
     check_no_escape(path)?;
-    if path.split('/').any(|part| part.is_empty() || part == ".") { Err(TextError::NotAFile) } else { Ok(()) }
+    if path.split('/').any(|part| part.is_empty() || part == ".") {
+        return Err(TextError::NotAFile);
+    }
+    if path.split('/').any(|part| part.len() > NAME_BYTES_MAX) { Err(TextError::NameTooLong) } else { Ok(()) }
 }
 
 /// `s3://bucket/key`, both there.
@@ -421,6 +430,15 @@ mod tests {
     fn resolve(spec: Value, item: &Value) -> Result<ResolvedTask, ResolveError> {
         let template = TaskTemplate::compile(&task(spec)).unwrap_or_else(|bad| panic!("{bad:?}"));
         template.resolve(&Values { item, index: 3, job: "j9", attempt: 1 })
+    }
+
+    #[test]
+    fn a_path_has_names_that_files_can_have() {
+        let name = |bytes| "n".repeat(bytes);
+        for kind in [Kind::FilePath, Kind::OutputPath] {
+            assert_eq!(check_text(kind, &format!("{}/{}", name(255), name(255))), Ok(()));
+            assert_eq!(check_text(kind, &format!("a/{}", name(256))), Err(TextError::NameTooLong));
+        }
     }
 
     #[test]

@@ -38,8 +38,7 @@ fn inputs_are_there_and_read_only() {
     let task = json!({ "command": command, "inputs": [{ "from": "upload:tool", "path": "bin/tool.sh", "executable": true }] });
     let spec = cluster.spec(json!({ "count": 2 }), task, json!({}));
     cluster.volley(&["run", &spec, "--upload", &format!("tool={file}")]).exits(0);
-    let task =
-        json!({ "command": "true", "inputs": [{ "from": "upload:0123456789abcdef", "path": "x" }], "retry": { "infraAttempts": 0 } });
+    let task = json!({ "command": "true", "inputs": [{ "from": "upload:u0123456789abcdef01234567", "path": "x" }], "retry": { "infraAttempts": 0 } });
     let missing = cluster.volley(&["run", &cluster.spec(json!({ "count": 1 }), task, json!({}))]);
     assert_ne!(missing.code, 0, "{missing:?}");
 }

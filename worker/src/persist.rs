@@ -245,18 +245,54 @@ fn take_result(left: &mut Left, declared: bool) {
     let why = match read {
         Err(e) => format!("can't be read: {e}"),
         Ok(_) if bytes.len() > RESULT_BYTES_MAX => format!("has more than {RESULT_BYTES_MAX} bytes"),
-        Ok(_) => match serde_json::from_slice::<serde::de::IgnoredAny>(&bytes) {
-            Ok(_) => {
+        Ok(_) => match result_of(bytes) {
+            Ok(bytes) => {
                 left.kept.result = Some(bytes);
                 if !declared {
                     left.files.remove(at);
                 }
                 return;
             }
-            Err(e) => format!("is no JSON: {e}"),
+            Err(e) => format!("is no JSON that can be carried: {e}"),
         },
     };
     left.kept.notes.push(format!("{RESULT_FILE} {why}; it is kept as an output file and is not the task's result"));
+}
+
+/// The JSON as everybody after us can read it. Halves of surrogate pairs, which Python writes and no Unicode text can hold, become U+FFFD;
+/// what then can't be read (numbers out of range, values nested too deep) is found here, where there is still a file to keep.
+fn result_of(bytes: Vec<u8>) -> Result<Vec<u8>, serde_json::Error> {
+    let read = |bytes: &[u8]| serde_json::from_slice::<serde_json::Value>(bytes).map(drop);
+    if read(&bytes).is_ok() {
+        return Ok(bytes);
+    }
+    let whole = without_half_pairs(&bytes);
+    read(&whole).map(|()| whole)
+}
+
+/// Replaces `\uD800` to `\uDFFF` that are no half of a pair.
+fn without_half_pairs(json: &[u8]) -> Vec<u8> {
+    let unit = |at: usize| -> Option<u16> {
+        let digits = json.get(at..at + 6)?.strip_prefix(b"\\u")?;
+        u16::from_str_radix(std::str::from_utf8(digits).ok()?, 16).ok()
+    };
+    let mut whole = Vec::with_capacity(json.len());
+    let mut at = 0;
+    while let Some(byte) = json.get(at) {
+        // A backslash and what it escapes are taken together: `\\u` is no escape of a character.
+        let (take, half) = match (byte, unit(at)) {
+            (b'\\', Some(0xD800..=0xDBFF)) if matches!(unit(at + 6), Some(0xDC00..=0xDFFF)) => (12, false),
+            (b'\\', Some(0xD800..=0xDFFF)) => (6, true),
+            (b'\\', _) => (2, false),
+            _ => (1, false),
+        };
+        match half {
+            true => whole.extend_from_slice(b"\\ufffd"),
+            false => whole.extend_from_slice(json.get(at..(at + take).min(json.len())).unwrap_or_default()),
+        }
+        at += take;
+    }
+    whole
 }
 
 fn find_declared(work: &Arc<Root>, declared: &str, files: &mut Files, skipped: &mut Vec<String>) -> Result<(), PersistError> {
@@ -315,6 +351,10 @@ fn walk(root: &Arc<Root>, from: PathBuf, prefix: &str, files: &mut Files, skippe
             // It was one a moment ago: somebody else under the same user changes it.
             Err(e) if is_link(&e) || matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => {
                 skipped.push(format!("{prefix} (changed while it was read)"));
+                continue;
+            }
+            Err(e) if e.raw_os_error() == Some(Errno::NAMETOOLONG.raw_os_error()) => {
+                skipped.push(format!("{prefix} (path too long)"));
                 continue;
             }
             Err(source) => return Err(root.failed(&dir, source)),

@@ -4,6 +4,7 @@
 //! enough for 256 random bits. Does not own the table of tokens (`state`).
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use axum::extract::FromRequestParts;
 use axum::http::request::Parts;
@@ -27,6 +28,8 @@ pub const BOOTSTRAP_ID: &str = "bootstrap";
 pub const DEFAULT_TENANT: &str = "default";
 /// Longest token that is looked at, in bytes.
 const TOKEN_BYTES_MAX: usize = 256;
+/// How often an open stream looks whether its token is still there: one read of a row.
+pub const REVOKED_EVERY: Duration = Duration::from_secs(1);
 /// Random bytes of a secret: 256 bits can't be guessed, so a plain hash protects them.
 const SECRET_BYTES: usize = 32;
 
@@ -61,8 +64,7 @@ impl Caller {
         self.tenant == *tenant || (self.operator && !self.named)
     }
 
-    /// Ends when the caller's token is revoked, which is looked for as often as a stream says that it lives: an open stream outlives
-    /// its token by no more.
+    /// Ends when the caller's token is revoked: an open stream outlives its token by [`REVOKED_EVERY`].
     pub fn revoked(&self, app: &Arc<App>) -> futures::future::BoxFuture<'static, ()> {
         let (app, principal) = (app.clone(), self.principal.clone());
         Box::pin(async move {
@@ -72,7 +74,7 @@ impl Caller {
             let key = rows::token_key(&principal);
             // Rows that can't be read say nothing about the token.
             while !matches!(app.handle.rows().get(Table::Meta, &key), Ok(None)) {
-                tokio::time::sleep(app.keep_alive).await;
+                tokio::time::sleep(REVOKED_EVERY).await;
             }
         })
     }

@@ -237,6 +237,9 @@ async fn caught_up(app: &App, wanted: Option<u64>) -> Result<(), ApiError> {
     if reached {
         return Ok(());
     }
+    if app.stop.is_cancelled() {
+        return Err(ApiError::unavailable("this coordinator is stopping; ask again, or another coordinator"));
+    }
     let message = format!(
         "this coordinator has applied the log up to {}, the request asks for {wanted}; ask again, or another coordinator",
         app.handle.sequence()

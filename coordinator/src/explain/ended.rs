@@ -143,7 +143,9 @@ fn next(job: JobId, index: u32, class: FailureClass, ran: bool) -> Vec<String> {
             Some("look at the worker's host and log (`volley workers`)")
         }
         FailureClass::InputMissing => Some("put the input where $.task.inputs says"),
-        FailureClass::StorageFailed => Some("see that the bucket can be reached from the workers"),
+        FailureClass::StorageFailed => {
+            Some("see that what the message names (the bucket, or the server of an input) can be reached from the workers")
+        }
         FailureClass::PolicyDenied => Some("change what the rule forbids, or ask an operator"),
         FailureClass::Cancelled => None,
     };

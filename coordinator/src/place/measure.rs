@@ -125,8 +125,16 @@ mod tests {
         (0..WINDOW).for_each(|_| among_bad.add(Some(FailureClass::ExitCode)));
         assert_eq!(among_bad.judge((own.0 + 100, own.1 + 90)), None);
         let mut infra = Conduct::default();
-        (0..WINDOW).for_each(|i| infra.add((i % 2 == 0).then_some(FailureClass::StorageFailed)));
+        (0..WINDOW).for_each(|i| infra.add((i % 2 == 0).then_some(FailureClass::RestoreFailed)));
         assert_eq!(infra.judge((1_000, 900)), Some(QUARANTINE_MS));
+        let storage = || {
+            let mut conduct = Conduct::default();
+            (0..WINDOW).for_each(|_| conduct.add(Some(FailureClass::StorageFailed)));
+            conduct
+        };
+        assert_eq!(storage().judge(own), None, "storage that is away for the only worker");
+        assert_eq!(storage().judge((own.0 + 100, own.1 + 90)), None, "or for all");
+        assert_eq!(storage().judge((own.0 + 100, own.1)), Some(QUARANTINE_MS), "a disk that is full");
     }
     #[test]
     fn a_host_that_was_lost_is_not_judged_for_it() {

@@ -31,6 +31,8 @@ pub struct Effects {
     pub evicted: Vec<super::job::Job>,
     /// Jobs to forget wholly.
     pub forgotten: BTreeSet<JobId>,
+    /// Workers that somebody wants to be given tasks again.
+    pub resumed: Vec<WorkerId>,
     /// Workers that changed or went.
     pub workers: BTreeSet<WorkerId>,
     /// Tenants that changed.
@@ -159,7 +161,7 @@ pub enum Refusal {
     },
     /// A quota of the tenant.
     #[error(
-        "tenant {tenant} may have {max} {what} in jobs that have not ended; it has {has}, the new job brings {brings}. Wait, cancel a job, or ask an operator for more"
+        "tenant {tenant} may have {max} {what} at a time, those of ended jobs not counted; it has {has}, the new job brings {brings}. Wait, cancel a job, or ask an operator for more"
     )]
     Quota {
         /// Whose.

@@ -95,6 +95,10 @@ impl Loaded {
     /// # Errors
     /// What the cluster refused, a file that can't be read.
     pub async fn upload(&self, ctx: &Ctx, client: &Client) -> Result<Vec<u8>, CliError> {
+        let given: BTreeMap<&str, String> = self.uploads.keys().map(|name| (name.as_str(), STAND_IN.to_owned())).collect();
+        if let Some(name) = forgotten(&self.text, self.items_flag.is_some(), &given) {
+            return Err(CliError::Usage(format!("the spec names the upload {name:?}, which is no id; give it with --upload {name}=FILE")));
+        }
         if self.items_flag.is_none() && self.uploads.is_empty() {
             return Ok(self.text.clone());
         }
@@ -168,6 +172,27 @@ fn complete(text: &[u8], items: Option<(&Path, &str)>, ids: &BTreeMap<&str, Stri
         }
         None => Ok(Completed { text: spec.to_string(), items_upload }),
     }
+}
+
+/// A name of an upload in the spec that stands for nothing: it is not among those that are `given`, and not an id as `volley upload` prints
+/// it.
+fn forgotten(text: &[u8], items_given: bool, given: &BTreeMap<&str, String>) -> Option<String> {
+    let spec: Value = serde_json::from_slice(text).ok()?;
+    let parts = std::iter::once(&spec).chain(spec.get("stages").and_then(Value::as_array).into_iter().flatten());
+    let mut names = Vec::new();
+    for part in parts {
+        let inputs = part.pointer("/task/inputs").and_then(Value::as_array).into_iter().flatten();
+        names.extend(inputs.filter_map(|input| input.get("from")?.as_str()?.strip_prefix("upload:")));
+        let sources = FILE_KINDS.into_iter().filter_map(|kind| part.get("items")?.get(kind)?.get("upload")?.as_str());
+        names.extend(sources.filter(|_| !items_given));
+    }
+    // With a value of the item in it, only each task knows.
+    names.into_iter().find(|name| !given.contains_key(name) && !is_id(name) && !name.contains("${")).map(str::to_owned)
+}
+
+/// Is it an id that the API gave an upload: `u` and 24 hex digits?
+fn is_id(name: &str) -> bool {
+    name.strip_prefix('u').is_some_and(|hex| hex.len() == 24 && hex.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f')))
 }
 
 const FILE_KINDS: [&str; 3] = ["jsonl", "csv", "lines"];
@@ -259,6 +284,17 @@ mod tests {
     fn an_upload_without_a_place_is_an_error() {
         let got = completed(&spec(json!({ "count": 1 })), None, &[("tol", "u1")]);
         assert!(got.is_err_and(|text| text.starts_with("--upload tol=… has no place")));
+    }
+
+    #[test]
+    fn an_upload_that_was_forgotten_is_named() {
+        let given = BTreeMap::from([("tool", "u1".to_owned())]);
+        let file = |upload: &str| spec(json!({ "csv": { "upload": upload } }));
+        assert_eq!(forgotten(&file("data"), false, &given), Some("data".to_owned()));
+        assert_eq!(forgotten(&file("data"), true, &given), None, "--items takes its place");
+        assert_eq!(forgotten(&file("u0123456789abcdef01234567"), false, &given), None);
+        assert_eq!(forgotten(&spec(json!({ "count": 1 })), false, &BTreeMap::new()), Some("tool".to_owned()));
+        assert_eq!(forgotten(b"{\"task\":{\"inputs\":[{\"from\":\"upload:${item}\"}]}}", false, &BTreeMap::new()), None);
     }
 
     #[test]

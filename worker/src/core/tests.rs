@@ -156,13 +156,13 @@ fn ends_are_gathered_while_every_slot_is_busy_and_reported_when_one_is_idle() {
     world.end(0, Outcome::success());
     world.at(5);
     assert_eq!(world.published.len(), 0, "its slot runs the next");
-    world.at(25);
+    world.at(50);
     assert_eq!(world.published.len(), 1);
     world.give(Input::ReportAcked { incarnation: world.core.incarnation(), number: 1, sequence: 11 });
     world.end(0, Outcome::success());
     world.end(0, Outcome::success());
     assert_eq!(world.published.len(), 1);
-    world.at(30);
+    world.at(55);
     assert_eq!(world.published.last().map(|(_, ends)| ends.len()), Some(2), "no task waits for the slot");
 }
 

@@ -38,3 +38,40 @@ fn nothing_outside_is_read_while_directories_are_swapped_for_links() {
     swapping.into_iter().for_each(Swapping::end);
     assert!(read > 0);
 }
+
+#[test]
+fn a_result_is_kept_as_all_can_read_it_or_as_a_file() {
+    let kept = |json: &str| result_of(json.as_bytes().to_vec()).map(|bytes| String::from_utf8(bytes).expect("text"));
+    let same = [r#"{"a": [1, 2.5, "\ud83d\ude00"]}"#, r#""\\ud83d""#, r#""é""#];
+    for json in same {
+        assert_eq!(kept(json).expect("read"), json);
+    }
+    for (json, whole) in [
+        (r#""bad \ud83d tail""#, r#""bad \ufffd tail""#),
+        (r#""\ude00\ud83d\ude00\uD83D""#, r#""\ufffd\ud83d\ude00\ufffd""#),
+        (r#"["\\\ud83d", "\ud83d\n"]"#, r#"["\\\ufffd", "\ufffd\n"]"#),
+    ] {
+        assert_eq!(kept(json).expect("read"), whole);
+        assert!(serde_json::from_str::<serde_json::Value>(whole).is_ok());
+    }
+    for json in ["", "{", "1e999", "nan", &"[".repeat(200), "\"\\ud83d", "\"\\u", "\"\\"] {
+        assert!(kept(json).is_err(), "{json:?}");
+    }
+    assert!(result_of(b"\"\xff\"".to_vec()).is_err(), "no UTF-8");
+}
+
+#[test]
+fn directories_whose_path_is_longer_than_any_may_be_are_left_out() {
+    let place = tempfile::tempdir().expect("a directory");
+    let mut dirs = Dirs::new(place.path().join("slots/0"), None);
+    dirs.make().expect("made");
+    let mut dir = beneath::root(&dirs.out()).expect("opened");
+    for _ in 0..25 {
+        dir = beneath::make_dirs(&dir, Path::new(&"n".repeat(200)), 0o700, None).expect("made");
+    }
+    fs::write(dirs.out().join("file"), "x").expect("written");
+    let capture = Capture::new(0);
+    let left = find(&dirs, &[], &capture, &capture).expect("found");
+    assert_eq!(left.files.iter().map(|(name, _)| name.as_str()).collect::<Vec<_>>(), ["file"]);
+    assert!(left.kept.notes.iter().any(|note| note.contains("(path too long)")), "{:?}", left.kept.notes);
+}

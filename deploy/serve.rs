@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::sync::CancellationToken;
+use volley_cli::Exit;
 use volley_cli::serve::{CoordinatorArgs, NatsArgs, StoreArgs, UserArgs, WorkerArgs};
 use volley_coordinator::config::CoordinatorConfig;
 use volley_coordinator::io::bus::{self, ConnectError, NatsConfig};
@@ -17,35 +18,20 @@ use volley_jobspecs::wire::plan::Isolation;
 use volley_store::{Store, StoreConfig};
 use volley_worker::{Config, NatsBus, S3Objects, Spawner, users};
 
+use crate::failed::{Ended, Failed};
+
 /// Pause before NATS is tried again at a worker's start.
 const CONNECT_PAUSE: Duration = Duration::from_secs(1);
 /// How long a worker waits for NATS at its start: coordinators and workers may start before it.
 const CONNECT_PATIENCE: Duration = Duration::from_secs(60);
 
-/// What ended a process, in one line.
-pub type Ended = Result<(), String>;
-
-/// Makes one line of an error and its causes.
-pub fn line(error: impl std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut source = error.source();
-    while let Some(cause) = source {
-        let cause_text = cause.to_string();
-        if !text.contains(&cause_text) {
-            text = format!("{text}: {cause_text}");
-        }
-        source = cause.source();
-    }
-    text
-}
-
-fn secret(path: &Path, what: &str) -> Result<String, String> {
-    let text = std::fs::read_to_string(path).map_err(|e| format!("can't read the {what} {}: {e}", path.display()))?;
+fn secret(path: &Path, what: &str) -> Result<String, Failed> {
+    let text = std::fs::read_to_string(path).map_err(|e| Failed::local(&format!("read the {what}"), path, &e))?;
     Ok(text.trim().to_owned())
 }
 
 /// How to reach NATS, as the flags say.
-pub fn nats(args: NatsArgs) -> Result<NatsConfig, String> {
+pub fn nats(args: NatsArgs) -> Result<NatsConfig, Failed> {
     let password = match args.password_file {
         Some(path) => Some(secret(&path, "NATS password file")?),
         None => args.password,
@@ -53,8 +39,10 @@ pub fn nats(args: NatsArgs) -> Result<NatsConfig, String> {
     let user = match (args.user, password) {
         (Some(user), Some(password)) => Some((user, password)),
         (None, None) => None,
-        (Some(_), None) => return Err("--nats-user needs --nats-password-file (or NATS_PASSWORD)".to_owned()),
-        (None, Some(_)) => return Err("a NATS password needs --nats-user".to_owned()),
+        (Some(_), None) => {
+            return Err(Failed::new(Exit::BadSpec, "--nats-user needs --nats-password-file (or NATS_PASSWORD)"));
+        }
+        (None, Some(_)) => return Err(Failed::new(Exit::BadSpec, "a NATS password needs --nats-user")),
     };
     Ok(NatsConfig { url: args.url, user, credentials: args.credentials })
 }
@@ -92,13 +80,16 @@ pub async fn coordinator(args: CoordinatorArgs, observer: Observing) -> Ended {
     };
     let stop = CancellationToken::new();
     // Only these: whoever keeps the rest keeps its database open.
-    let Running { addr, cluster, mut join, .. } = volley_coordinator::run::run(config, stop.clone()).await.map_err(line)?;
+    let Running { addr, cluster, mut join, .. } = volley_coordinator::run::run(config, stop.clone()).await?;
     tracing::info!(%addr, cluster, "coordinator ready");
-    tokio::select! {
-        ended = &mut join => return ended.map_err(|e| format!("the coordinator panicked: {e}"))?.map_err(line),
-        () = stop_signal() => stop.cancel(),
-    }
-    join.await.map_err(|e| format!("the coordinator panicked: {e}"))?.map_err(line)
+    let ended = tokio::select! {
+        ended = &mut join => ended,
+        () = stop_signal() => {
+            stop.cancel();
+            join.await
+        }
+    };
+    Ok(ended.map_err(|e| Failed::new(Exit::Internal, format!("the coordinator panicked: {e}")))??)
 }
 
 /// Waits for SIGTERM or SIGINT.
@@ -113,7 +104,7 @@ pub async fn stop_signal() {
 }
 
 /// Connects a worker, waiting a while for a server that is not up yet.
-pub async fn connect(config: &NatsConfig, name: &str) -> Result<async_nats::Client, String> {
+pub async fn connect(config: &NatsConfig, name: &str) -> Result<async_nats::Client, Failed> {
     let started = tokio::time::Instant::now();
     loop {
         match bus::connect(config, name).await {
@@ -122,17 +113,17 @@ pub async fn connect(config: &NatsConfig, name: &str) -> Result<async_nats::Clie
                 tracing::warn!("{error}; trying again");
                 tokio::time::sleep(CONNECT_PAUSE).await;
             }
-            Err(error) => return Err(line(error)),
+            Err(error) => return Err(error.into()),
         }
     }
 }
 
-fn tiers(names: &[String], null: bool) -> Result<Vec<Isolation>, String> {
+fn tiers(names: &[String], null: bool) -> Result<Vec<Isolation>, Failed> {
     let mut tiers = Vec::new();
     for name in names {
         let known = [Isolation::Null, Isolation::Process, Isolation::Container, Isolation::Microvm];
         let tier = known.into_iter().find(|tier| tier.as_str() == name);
-        tiers.push(tier.ok_or_else(|| format!("--isolation {name}: this build has process"))?);
+        tiers.push(tier.ok_or_else(|| Failed::new(Exit::BadSpec, format!("--isolation {name}: this build has process")))?);
     }
     if null && !tiers.contains(&Isolation::Null) {
         tiers.push(Isolation::Null);
@@ -141,11 +132,11 @@ fn tiers(names: &[String], null: bool) -> Result<Vec<Isolation>, String> {
 }
 
 /// Whom tasks run as: who was named; as root, without, a user of its own for each slot.
-pub fn set_users(config: &mut Config, args: &UserArgs) -> Result<(), String> {
+pub fn set_users(config: &mut Config, args: &UserArgs) -> Result<(), Failed> {
     let named = args.task_users.or(args.task_user);
     let root = rustix::process::geteuid().is_root() && config.isolation.contains(&Isolation::Process);
     config.task_user = match named {
-        None if root => Some(users::for_slots(config.slots).map_err(line)?),
+        None if root => Some(users::for_slots(config.slots).map_err(Failed::arguments)?),
         named => named,
     };
     config.task_user_per_slot = config.task_user.is_some() && args.task_user.is_none();
@@ -156,7 +147,7 @@ pub fn set_users(config: &mut Config, args: &UserArgs) -> Result<(), String> {
 pub async fn worker(args: WorkerArgs, spawner: Option<Spawner>, observer: Observing) -> Ended {
     let name = match args.name {
         Some(name) => name,
-        None => WorkerId::new(&host_name()).map_err(line)?,
+        None => WorkerId::new(&host_name()).map_err(Failed::arguments)?,
     };
     let mut config = Config::new(name, args.work_dir);
     config.isolation = tiers(&args.isolation, args.null)?;
@@ -175,8 +166,8 @@ pub async fn worker(args: WorkerArgs, spawner: Option<Spawner>, observer: Observ
 /// Runs a worker: the first signal drains it, the second stops it now.
 pub async fn run_worker(config: Config, nats: &NatsConfig, store: StoreConfig, spawner: Option<Spawner>) -> Ended {
     let client = connect(nats, config.name.as_str()).await?;
-    let own = Store::connect(&store).await.map_err(line)?;
-    own.probe().await.map_err(line)?;
+    let own = Store::connect(&store).await.map_err(Failed::unavailable)?;
+    own.probe().await.map_err(Failed::unavailable)?;
     let objects = S3Objects::new(&own, store, volley_worker::io::objects::BUDGET_DEFAULT);
     let (handle, control) = volley_worker::control();
     let signals = async {
@@ -188,9 +179,9 @@ pub async fn run_worker(config: Config, nats: &NatsConfig, store: StoreConfig, s
         handle.stop();
         std::future::pending::<()>().await;
     };
-    let run = volley_worker::run(config, NatsBus::new(client), objects, spawner, control);
+    let run = volley_worker::run_on_nats(config, NatsBus::new(client), objects, spawner, control);
     tokio::select! {
-        ended = run => ended.map_err(line),
+        ended = run => Ok(ended?),
         () = signals => Ok(()),
     }
 }

@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
+use volley_cli::Exit;
 use volley_cli::sdk::Client;
 use volley_cli::sdk::config::{ClusterFile, Config as ClientConfig};
 use volley_cli::serve::UpArgs;
@@ -22,8 +23,9 @@ use volley_store::embedded::{EmbeddedConfig, EmbeddedServer};
 use volley_worker::{Config, Spawner, users};
 
 use crate::embedded::{Nats, Secrets, make_private_dir};
+use crate::failed::{Ended, Failed};
 use crate::room::Room;
-use crate::serve::{Ended, line, run_worker, set_users};
+use crate::serve::{run_worker, set_users};
 
 /// The bucket of an embedded store.
 const BUCKET: &str = "volley";
@@ -31,14 +33,12 @@ const BUCKET: &str = "volley";
 const NO_ROOM: &str = "No space left on device";
 /// How long a cluster that was here before may take to answer.
 const ANSWER_PATIENCE: Duration = Duration::from_secs(2);
-/// Pause before a coordinator that ended is started again.
-const RESTART_PAUSE: Duration = Duration::from_secs(1);
 
 /// Starts everything, and ends it on a signal: the first drains, the second stops now.
 pub async fn up(args: UpArgs, spawner: Option<Spawner>, observer: Observing) -> Ended {
     let dir = make_dir(&args)?;
     let config = Config { observer: observer.clone(), ..worker_config(&args, &dir)? };
-    config.check().map_err(line)?;
+    config.check().map_err(Failed::arguments)?;
     let room = Room::of(&dir)?;
     room.wait().await;
     let secrets = Secrets::open(&dir)?;
@@ -50,7 +50,7 @@ pub async fn up(args: UpArgs, spawner: Option<Spawner>, observer: Observing) -> 
         secret_key: secrets.s3_secret_key.clone(),
         reserve_bytes: room.reserve_bytes,
     };
-    let s3 = Arc::new(EmbeddedServer::start(s3).await.map_err(line)?);
+    let s3 = Arc::new(EmbeddedServer::start(s3).await?);
     let store = StoreConfig::new(&s3.endpoint(), BUCKET, &secrets.s3_access_key, &secrets.s3_secret_key);
     let coordinator = CoordinatorConfig {
         name: "up".to_owned(),
@@ -71,7 +71,10 @@ pub async fn up(args: UpArgs, spawner: Option<Spawner>, observer: Observing) -> 
     let ended = tokio::select! {
         ended = worker => ended,
         // NATS ends with us: only by the directory can it be found again.
-        why = coordinator.keep(&room) => Err(why.replace("`volley log skip", &format!("`volley log --dir {} skip", dir.display()))),
+        why = coordinator.keep(&room) => {
+            let line = why.line.replace("`volley log skip", &format!("`volley log --dir {} skip", dir.display()));
+            Err(Failed { line, ..why })
+        }
         why = nats.keep(&room) => Err(why),
     };
     coordinator.stop().await;
@@ -83,9 +86,10 @@ pub async fn up(args: UpArgs, spawner: Option<Spawner>, observer: Observing) -> 
 }
 
 /// Writes down where clients find the cluster. Not over a file whose cluster answers: its clients would lose it.
-async fn tell_clients(file: &ClusterFile, dir: &Path) -> Result<PathBuf, String> {
+async fn tell_clients(file: &ClusterFile, dir: &Path) -> Result<PathBuf, Failed> {
     let path = std::env::var_os("VOLLEY_CONFIG").map(Into::into).or_else(ClusterFile::default_path);
-    let mut path = path.ok_or("no home directory; say where clients find the cluster with VOLLEY_CONFIG")?;
+    let nowhere = || Failed::new(Exit::NotConfigured, "no home directory; say where clients find the cluster with VOLLEY_CONFIG");
+    let mut path = path.ok_or_else(nowhere)?;
     if let Ok(other) = ClusterFile::load(&path)
         && other.url != file.url
         && answers(&other).await
@@ -99,7 +103,7 @@ async fn tell_clients(file: &ClusterFile, dir: &Path) -> Result<PathBuf, String>
         );
         path = own;
     }
-    file.save(&path).map_err(line)?;
+    file.save(&path)?;
     Ok(path)
 }
 
@@ -117,38 +121,30 @@ struct Coordinator {
 }
 
 impl Coordinator {
-    async fn start(mut config: CoordinatorConfig) -> Result<Self, String> {
+    async fn start(mut config: CoordinatorConfig) -> Result<Self, Failed> {
         let stop = CancellationToken::new();
         // Only these: whoever keeps the rest keeps its database open.
-        let Running { addr, join, .. } = run::run(config.clone(), stop.clone()).await.map_err(line)?;
+        let Running { addr, join, .. } = run::run(config.clone(), stop.clone()).await?;
         // The port that was found free: those that come after take it again.
         config.listen = addr;
         Ok(Self { config, stop, join })
     }
 
     /// Keeps it running while all that ends it is a full disk. Returns why that can't go on.
-    async fn keep(&mut self, room: &Room) -> String {
+    async fn keep(&mut self, room: &Room) -> Failed {
         loop {
             let why = match (&mut self.join).await {
-                Ok(Ok(())) => "the coordinator ended".to_owned(),
-                Ok(Err(error)) => line(error),
-                Err(error) => format!("the coordinator panicked: {error}"),
+                Ok(Ok(())) => Failed::new(Exit::Internal, "the coordinator ended"),
+                Ok(Err(error)) => error.into(),
+                Err(error) => Failed::new(Exit::Internal, format!("the coordinator panicked: {error}")),
             };
-            if !why.contains(NO_ROOM) && room.short().is_none() {
+            if !why.line.contains(NO_ROOM) && room.short().is_none() {
                 return why;
             }
-            eprintln!("The coordinator ended: {why}");
-            loop {
-                room.wait().await;
-                tokio::time::sleep(RESTART_PAUSE).await;
-                match run::run(self.config.clone(), self.stop.clone()).await {
-                    Ok(Running { join, .. }) => {
-                        self.join = join;
-                        break;
-                    }
-                    Err(_) if room.short().is_some() => {}
-                    Err(error) => return line(error),
-                }
+            eprintln!("The coordinator ended: {}", why.line);
+            match room.restart(async || run::run(self.config.clone(), self.stop.clone()).await).await {
+                Ok(Running { join, .. }) => self.join = join,
+                Err(error) => return error.into(),
             }
         }
     }
@@ -162,27 +158,28 @@ impl Coordinator {
 }
 
 /// Makes the cluster's directory. Everything in it is private but the way to the tasks' directories, which other users must pass.
-fn make_dir(args: &UpArgs) -> Result<PathBuf, String> {
+fn make_dir(args: &UpArgs) -> Result<PathBuf, Failed> {
     let root = rustix::process::geteuid().is_root();
     let dir = match &args.dir {
         Some(dir) => dir.clone(),
         // Tasks run as other users then, who can't pass through root's home.
         None if root => PathBuf::from(UpArgs::ROOT_DIR),
-        None => args.dir().ok_or("no home directory; say where to keep things with --dir")?,
+        None => args.dir().ok_or_else(|| Failed::new(Exit::NotConfigured, "no home directory; say where to keep things with --dir"))?,
     };
     let made = std::fs::DirBuilder::new().recursive(true).mode(0o755).create(&dir);
-    made.map_err(|e| format!("can't make {}: {e}; choose another with --dir", dir.display()))?;
-    let dir = std::fs::canonicalize(&dir).map_err(|e| format!("{}: {e}", dir.display()))?;
+    made.map_err(|e| Failed::local("make (another one is chosen with --dir)", &dir, &e))?;
+    let dir = std::fs::canonicalize(&dir).map_err(|e| Failed::local("find", &dir, &e))?;
     let mode = std::fs::Permissions::from_mode(0o711);
-    std::fs::set_permissions(&dir, mode).map_err(|e| format!("{}: {e}", dir.display()))?;
+    std::fs::set_permissions(&dir, mode).map_err(|e| Failed::local("open to tasks", &dir, &e))?;
     // Before anything is started; the worker looks at its own directory.
     let others = root && args.users.task_user.is_none_or(|(uid, _)| uid != 0);
     if others && let Some(closed) = users::closed_above(&dir) {
-        return Err(format!(
+        let why = format!(
             "tasks run as other users, who can't pass through {} to {}; choose another place with --dir",
             closed.display(),
             dir.display()
-        ));
+        );
+        return Err(Failed::new(Exit::BadSpec, why));
     }
     for private in ["s3", "coordinator", "nats"] {
         make_private_dir(&dir.join(private))?;
@@ -190,8 +187,8 @@ fn make_dir(args: &UpArgs) -> Result<PathBuf, String> {
     Ok(dir)
 }
 
-fn worker_config(args: &UpArgs, dir: &Path) -> Result<Config, String> {
-    let name = WorkerId::new("local").map_err(line)?;
+fn worker_config(args: &UpArgs, dir: &Path) -> Result<Config, Failed> {
+    let name = WorkerId::new("local").map_err(Failed::arguments)?;
     let mut config = Config::new(name, dir.join("worker"));
     config.slots = args.slots.unwrap_or(config.slots);
     config.isolation = vec![Isolation::Process];

@@ -3,6 +3,7 @@
 //! Owns the way from arguments to a running process and back to an exit code. Does not own anything a process does once it runs.
 
 mod embedded;
+mod failed;
 mod log;
 mod room;
 mod serve;
@@ -12,6 +13,8 @@ use std::process::ExitCode;
 
 use volley_cli::{Exit, Outcome, ServeCommand};
 use volley_worker::Spawner;
+
+use failed::Failed;
 
 fn main() -> ExitCode {
     let cli = match volley_cli::parse(std::env::args_os()) {
@@ -51,13 +54,12 @@ fn serve(command: ServeCommand) -> ExitCode {
     let done = runtime.block_on(async {
         let telemetry = match volley_cli::telemetry::init(service(&command)) {
             Ok(telemetry) => telemetry,
-            Err(error) => return Err((Exit::Unavailable, error.to_string())),
+            Err(error) => return Err(Failed::new(Exit::NotConfigured, error.to_string())),
         };
-        let down = |error| (Exit::Unavailable, error);
         let done = match command {
-            ServeCommand::Up(args) => up::up(args, spawner, telemetry.observer()).await.map_err(down),
-            ServeCommand::Coordinator(args) => serve::coordinator(args, telemetry.observer()).await.map_err(down),
-            ServeCommand::Worker(args) => serve::worker(args, spawner, telemetry.observer()).await.map_err(down),
+            ServeCommand::Up(args) => up::up(args, spawner, telemetry.observer()).await,
+            ServeCommand::Coordinator(args) => serve::coordinator(args, telemetry.observer()).await,
+            ServeCommand::Worker(args) => serve::worker(args, spawner, telemetry.observer()).await,
             ServeCommand::Log(args) => log::log(args).await,
         };
         telemetry.shutdown();
@@ -66,8 +68,8 @@ fn serve(command: ServeCommand) -> ExitCode {
     runtime.shutdown_timeout(std::time::Duration::from_secs(2));
     match done {
         Ok(()) => ExitCode::SUCCESS,
-        Err((exit, error)) => {
-            eprintln!("error: {error}");
+        Err(Failed { exit, line }) => {
+            eprintln!("error: {line}");
             exit.into()
         }
     }

@@ -12,8 +12,10 @@ use volley_jobspecs::api::{Explanation, WorkerExplanation};
 use volley_jobspecs::ids::{JobId, WorkerId};
 use volley_jobspecs::units;
 use volley_jobspecs::wire::plan::Needs;
+use volley_jobspecs::wire::work::{At, AtStage};
 
 use crate::api::views::{SILENT_AFTER_MS, instant};
+use crate::leader::HeardOf;
 use crate::split::Waiting;
 use crate::state::State;
 use crate::state::job::Job;
@@ -23,11 +25,14 @@ use crate::state::worker::{self, BUNDLES_PER_SLOT, Worker};
 /// Jobs named that hold the places a task waits for: enough to see whom to ask.
 const HOLDERS_NAMED: usize = 3;
 
+/// Workers named with what they lack, for somebody who submits: enough to see what is wrong with the spec.
+const WORKERS_NAMED: usize = 3;
+
 /// What only the leader knows.
 #[derive(Debug, Clone, Default)]
 pub struct Heard {
-    /// Milliseconds since each worker was heard; none on a follower.
-    pub silence: Option<BTreeMap<WorkerId, u64>>,
+    /// What was heard of each worker; of none on a follower.
+    pub workers: BTreeMap<WorkerId, HeardOf>,
     /// The worker where the task failed last.
     pub failed_on: Option<WorkerId>,
 }
@@ -39,9 +44,12 @@ pub fn explain(state: &State, id: JobId, index: u32, heard: &Heard) -> Explanati
         return only("it ended in this moment; ask again".to_owned());
     };
     let cell = job.cell(index);
-    match settled(state, job, index, cell) {
+    match settled(state, job, index, cell, heard) {
         Some(summary) => only(summary),
-        None => waiting(state, job, heard),
+        None => {
+            let why = waiting(state, job, heard);
+            Explanation { summary: format!("the task waits for a worker: {}", why.summary), ..why }
+        }
     }
 }
 
@@ -54,10 +62,14 @@ pub fn explain_job(state: &State, id: JobId, heard: &Heard) -> Explanation {
     let counts = job.counts();
     let mut explanation =
         if job.waiting() > 0 { waiting(state, job, heard) } else { only("nothing of the job waits for a worker".to_owned()) };
-    let places = [(counts.waiting, "wait for a worker"), (counts.running, "are with workers"), (counts.backoff, "wait for their next try")];
-    explanation.details.extend(
-        places.into_iter().filter(|(count, _)| *count > 0).map(|(count, what)| format!("{count} of {} tasks {what}", counts.total)),
-    );
+    let places = [
+        (counts.waiting, "waits for a worker", "wait for a worker"),
+        (counts.running, "is with a worker", "are with workers"),
+        (counts.backoff, "waits for its next try", "wait for their next try"),
+    ];
+    let total = units::count(u64::from(counts.total), "task");
+    let said = |(count, one, more): (u32, &str, &str)| format!("{count} of {total} {}", if count == 1 { one } else { more });
+    explanation.details.extend(places.into_iter().filter(|(count, ..)| *count > 0).map(said));
     explanation
 }
 
@@ -66,36 +78,60 @@ fn only(summary: String) -> Explanation {
 }
 
 /// What is to say when the task doesn't wait for a worker.
-fn settled(state: &State, job: &Job, index: u32, cell: Option<Cell>) -> Option<String> {
+fn settled(state: &State, job: &Job, index: u32, cell: Option<Cell>, heard: &Heard) -> Option<String> {
     let Some(cell) = cell else { return Some("the task has ended".to_owned()) };
     match cell.phase {
         Phase::Succeeded => Some("the task has succeeded".to_owned()),
         Phase::Failed => Some(format!("the task has failed ({})", cell.class().map_or("unknown", |c| c.as_str()))),
         Phase::Cancelled => Some("the task was cancelled".to_owned()),
-        Phase::Open => {
-            let place = state.holder(job, index).map_or_else(String::new, |(worker, _)| format!(" with worker {worker}"));
-            Some(format!("the task is{place}, in try {}: it runs, or waits there for its turn", cell.number))
-        }
+        Phase::Open => Some(open(state, job, index, cell, heard)),
         Phase::Backoff => {
             let page = job.pages.get(&(index / PAGE_TASKS));
             let due = page.and_then(|page| page.due.get(&((index % PAGE_TASKS) as u16)));
             let until = due.map_or_else(String::new, |due| format!(" until {}", instant(*due)));
-            Some(format!(
-                "the task failed {} times and waits{until} before its next try ($.task.retry.backoff)",
-                cell.failures + cell.infra
-            ))
+            let class = cell.class().map_or_else(String::new, |class| format!(", the last time as {class}"));
+            let failed = units::counted(u64::from(cell.failures + cell.infra), "time", "times");
+            let next = u32::from(cell.number) + 1;
+            Some(format!("the task backs off{until}; it failed {failed}{class}, and try {next} comes then ($.task.retry.backoff)"))
         }
         Phase::Fresh if job.progress.rest.is_some() => Some("the task ended with its job before it was ever given out".to_owned()),
         Phase::Fresh | Phase::Ready => None,
     }
 }
 
+/// How far a task is that is with a worker.
+fn open(state: &State, job: &Job, index: u32, cell: Cell, heard: &Heard) -> String {
+    let number = cell.number;
+    let Some((worker, bundle)) = state.holder(job, index) else { return format!("the task is given out, in try {number}") };
+    let assigned = state.workers.get(worker).and_then(|found| found.bundles.get(&bundle)).map(|bundle| instant(bundle.assigned_ms));
+    let given = assigned.map_or_else(String::new, |assigned| format!(" since {assigned}"));
+    let Some(of_worker) = heard.workers.get(worker) else {
+        return format!("the task is with worker {worker}{given}, in try {number}: it runs, or waits there for its turn");
+    };
+    let silent = match of_worker.silent_ms {
+        0..=SILENT_AFTER_MS => String::new(),
+        ms => format!("; the worker was not heard for {} s", ms / 1_000),
+    };
+    let is_it = |at: &&At| (at.name.job, at.name.index, at.name.sequence) == (job.id, index, bundle.sequence);
+    let Some(at) = of_worker.at.iter().find(is_it) else {
+        return format!(
+            "the task waits at worker {worker} for its turn{given}, in try {number}: other tasks of its bundle or slot run first{silent}"
+        );
+    };
+    let since = instant(state.head.now_ms.saturating_sub(of_worker.silent_ms + at.for_ms));
+    let what = match at.stage {
+        AtStage::Preparing => "is being prepared: its inputs and its machine",
+        AtStage::Running => "runs",
+        AtStage::Keeping => "has run; its outputs and logs are being kept",
+    };
+    format!("the task {what}, on worker {worker}, since {since}, in try {number}{silent}")
+}
+
 /// Why a task that waits for a worker still does.
 fn waiting(state: &State, job: &Job, heard: &Heard) -> Explanation {
     let now_ms = state.head.now_ms;
     let explained = |name: &WorkerId, worker: &Worker| {
-        let silent_ms = heard.silence.as_ref().and_then(|all| all.get(name).copied());
-        let mut reasons = reasons(job, worker, now_ms, silent_ms);
+        let mut reasons = reasons(job, worker, now_ms, heard.workers.get(name));
         if heard.failed_on.as_ref() == Some(name) {
             reasons.push("the task failed here before; another worker is preferred".to_owned());
         }
@@ -139,17 +175,44 @@ fn of_workers(job: &Job, state: &State, workers: &[WorkerExplanation]) -> String
         let ahead = Waiting::new(job).left();
         if let Some(rate) = job.facts.plan.rate {
             return format!(
-                "a worker would take it; the job may start {} tasks per {} ms ($.limits.rate), and {ahead} of its tasks wait",
-                rate.count, rate.per_ms
+                "a worker would take it; the job may start {} per {} ms ($.limits.rate), and {}",
+                units::count(u64::from(rate.count), "task"),
+                rate.per_ms,
+                units::counted(u64::from(ahead), "of its tasks waits", "of its tasks wait")
             );
         }
         return format!(
-            "a worker would take it: it is about to be given out ({ahead} tasks of this job wait, jobs of higher priority or with less of their share go first)"
+            "a worker would take it: it is about to be given out ({}, jobs of higher priority or with less of their share go first)",
+            units::counted(u64::from(ahead), "task of this job waits", "tasks of this job wait")
         );
     }
     let holders = holders(state, job);
     let held = if holders.is_empty() { String::new() } else { format!(" ({holders})") };
     format!("every worker that could run this task is busy{held}, draining, quarantined or silent; see each worker's reasons")
+}
+
+/// What is to say when no worker that has joined could ever run such tasks, even when idle.
+#[must_use]
+pub fn nowhere(state: &State, needs: &Needs) -> Option<String> {
+    if state.workers.is_empty() {
+        return Some("no worker has joined the cluster, so nothing of it runs until one does (`volley worker`)".to_owned());
+    }
+    let mut named = Vec::new();
+    for (name, worker) in &state.workers {
+        let unfit = worker::unfit(&worker.info, needs);
+        if unfit.is_empty() {
+            return None;
+        }
+        if named.len() < WORKERS_NAMED {
+            let reasons: Vec<String> = unfit.iter().map(ToString::to_string).collect();
+            named.push(format!("{name} {}", reasons.join(" and ")));
+        }
+    }
+    let more = match state.workers.len() - named.len() {
+        0 => String::new(),
+        more => format!("; and {} more", units::count(more as u64, "worker")),
+    };
+    Some(format!("none of the workers that are there now could ever run its tasks: {}{more}", named.join("; ")))
 }
 
 /// Which other jobs hold places on workers that could run the job's tasks, those with most first.
@@ -160,25 +223,28 @@ fn holders(state: &State, job: &Job) -> String {
     let all: usize = places.values().sum();
     let mut others: Vec<(JobId, usize)> = places.into_iter().filter(|(id, _)| *id != job.id).collect();
     others.sort_by_key(|(id, count)| (Reverse(*count), *id));
-    let named = others.iter().take(HOLDERS_NAMED).map(|(id, count)| format!("job {id} holds {count} of the {all} places taken"));
+    let named = others
+        .iter()
+        .take(HOLDERS_NAMED)
+        .map(|(id, count)| format!("job {id} holds {count} of {} taken", units::count(all as u64, "place")));
     let mut text: Vec<String> = named.collect();
     if others.len() > HOLDERS_NAMED {
-        text.push(format!("{} more jobs the others", others.len() - HOLDERS_NAMED));
+        text.push(format!("{} the others", units::counted((others.len() - HOLDERS_NAMED) as u64, "more job", "more jobs")));
     }
     text.join(", ")
 }
 
 /// Everything between the job's tasks and one worker.
-fn reasons(job: &Job, worker: &Worker, now_ms: u64, silent_ms: Option<u64>) -> Vec<String> {
+fn reasons(job: &Job, worker: &Worker, now_ms: u64, heard: Option<&HeardOf>) -> Vec<String> {
     let needs = &job.facts.plan.needs;
     let mut reasons: Vec<String> = worker::unfit(&worker.info, needs).iter().map(ToString::to_string).collect();
-    if worker.draining {
+    if worker.draining || heard.is_some_and(|heard| heard.draining) {
         reasons.push("is draining".to_owned());
     }
     if worker.quarantined_until_ms > now_ms {
         reasons.push(format!("failed too much of what it was given and gets nothing until {}", instant(worker.quarantined_until_ms)));
     }
-    if let Some(ms) = silent_ms.filter(|ms| *ms > SILENT_AFTER_MS) {
+    if let Some(ms) = heard.map(|heard| heard.silent_ms).filter(|ms| *ms > SILENT_AFTER_MS) {
         reasons.push(format!("was not heard for {} s", ms / 1_000));
     }
     if !reasons.is_empty() {
@@ -186,9 +252,15 @@ fn reasons(job: &Job, worker: &Worker, now_ms: u64, silent_ms: Option<u64>) -> V
     }
     let (held, slots) = (worker.bundles.len() as u64, u64::from(worker.info.slots));
     if held >= slots * u64::from(BUNDLES_PER_SLOT) {
-        reasons.push(format!("is full: {slots} slots run, and as many bundles wait"));
+        reasons.push(match slots {
+            1 => "is full: its one slot is taken, and a bundle waits for it".to_owned(),
+            _ => format!("is full: all {slots} slots are taken, and as many bundles wait"),
+        });
     } else if held >= slots {
-        reasons.push(format!("is busy: all {slots} slots are taken"));
+        reasons.push(match slots {
+            1 => "is busy: its one slot is taken".to_owned(),
+            _ => format!("is busy: all {slots} slots are taken"),
+        });
     }
     if !worker.promised.fits(needs, &worker.info, 1) {
         reasons.push(too_little(worker, needs));
@@ -216,14 +288,17 @@ fn too_little(worker: &Worker, needs: &Needs) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use volley_jobspecs::ids::{Incarnation, TenantId};
+    use volley_jobspecs::failure::FailureClass;
+    use volley_jobspecs::ids::{AttemptName, BundleId, Incarnation, TenantId};
     use volley_jobspecs::parse::parse_and_validate;
     use volley_jobspecs::validate::Features;
     use volley_jobspecs::wire::plan::{Isolation, SpecRef};
+    use volley_jobspecs::wire::record::Run;
     use volley_jobspecs::wire::work::WorkerInfo;
 
-    use crate::state::job::Facts;
-    use crate::state::worker::Promised;
+    use crate::state::job::{Facts, OpenAttempt};
+    use crate::state::task::Page;
+    use crate::state::worker::{Bundle, Promised};
 
     fn state(slots: u32, isolation: Isolation) -> State {
         let spec = br#"{"version":"volley/v1","name":"x","items":{"count":9},"task":{"isolation":"process","command":"true"},"limits":{"concurrency":5}}"#;
@@ -284,6 +359,64 @@ mod tests {
     }
 
     #[test]
+    fn a_task_is_said_to_run_to_wait_or_to_back_off() {
+        let mut s = state(2, Isolation::Process);
+        s.head.now_ms = 100_000;
+        let bundle = BundleId { sequence: 7, place: 0 };
+        let needs = s.jobs[&JobId(1)].facts.plan.needs.clone();
+        for worker in s.workers.values_mut() {
+            let tasks = vec![Run { first: 0, count: 2 }];
+            worker.bundles.insert(bundle, Bundle { job: JobId(1), tasks, left: 2, assigned_ms: 90_000, needs: needs.clone() });
+        }
+        let job = s.jobs.get_mut(&JobId(1)).unwrap_or_else(|| panic!("no job"));
+        let mut page = Page::fresh(9);
+        for place in 0..2 {
+            page.update(place, |cell| (cell.phase, cell.number) = (Phase::Open, 1));
+            job.open.insert(u32::from(place), OpenAttempt { bundle, number: 1 });
+        }
+        page.update(2, |cell| {
+            (cell.phase, cell.number, cell.failures) = (Phase::Backoff, 1, 1);
+            cell.set_class(Some(FailureClass::ExitCode));
+        });
+        page.due.insert(2, 120_000);
+        job.pages.insert(0, page);
+        let said = |index, heard: &Heard| explain(&s, JobId(1), index, heard).summary;
+        let unheard = said(0, &Heard::default());
+        assert_eq!(unheard, "the task is with worker w since 1970-01-01T00:01:30Z, in try 1: it runs, or waits there for its turn");
+        let name = AttemptName { job: JobId(1), stage: 0, index: 0, number: 1, sequence: 7 };
+        let at = vec![At { name, stage: AtStage::Running, for_ms: 3_000 }];
+        let of_worker = HeardOf { silent_ms: 2_000, draining: false, at };
+        let heard = Heard { workers: s.workers.keys().map(|w| (w.clone(), of_worker.clone())).collect(), failed_on: None };
+        assert_eq!(said(0, &heard), "the task runs, on worker w, since 1970-01-01T00:01:35Z, in try 1");
+        assert!(said(1, &heard).starts_with("the task waits at worker w for its turn since 1970-01-01T00:01:30Z, in try 1"));
+        assert_eq!(
+            said(2, &heard),
+            "the task backs off until 1970-01-01T00:02:00Z; it failed 1 time, the last time as exit_code, and try 2 comes then ($.task.retry.backoff)"
+        );
+        assert!(said(3, &heard).starts_with("the task waits for a worker: "));
+    }
+
+    #[test]
+    fn who_submits_is_told_when_no_worker_could_ever_run_it() {
+        let mut s = state(2, Isolation::Null);
+        let needs = s.jobs[&JobId(1)].facts.plan.needs.clone();
+        let said = nowhere(&s, &needs).unwrap_or_default();
+        assert_eq!(said, "none of the workers that are there now could ever run its tasks: w doesn't offer isolation \"process\"");
+        let other = s.workers.values().next().cloned().unwrap_or_else(|| panic!("no worker"));
+        for name in ["a", "b", "c"] {
+            s.workers.insert(WorkerId::new(name).unwrap_or_else(|e| panic!("{e}")), other.clone());
+        }
+        assert!(nowhere(&s, &needs).is_some_and(|said| said.ends_with("; and 1 worker more")), "{:?}", nowhere(&s, &needs));
+        s.workers.values_mut().for_each(|worker| worker.draining = true);
+        if let Some(worker) = s.workers.values_mut().next() {
+            worker.info.isolation = vec![Isolation::Process];
+        }
+        assert_eq!(nowhere(&s, &needs), None, "one that drains may be resumed");
+        s.workers.clear();
+        assert!(nowhere(&s, &needs).is_some_and(|said| said.contains("no worker has joined")));
+    }
+
+    #[test]
     fn each_obstacle_is_named() {
         let none = Heard::default();
         assert!(said(&state(2, Isolation::Process), &none).0.contains("about to be given out"));
@@ -293,14 +426,21 @@ mod tests {
         assert!(reasons[0].contains("full"), "{reasons:?}");
 
         let mut s = state(2, Isolation::Process);
+        let lost = HeardOf { silent_ms: 60_000, ..HeardOf::default() };
         let silent =
-            Heard { silence: Some(s.workers.keys().map(|w| (w.clone(), 60_000)).collect()), failed_on: s.workers.keys().next().cloned() };
+            Heard { workers: s.workers.keys().map(|w| (w.clone(), lost.clone())).collect(), failed_on: s.workers.keys().next().cloned() };
         let (summary, reasons) = said(&s, &silent);
         assert!(summary.contains("silent") && reasons.len() == 2, "{summary} {reasons:?}");
         for worker in s.workers.values_mut() {
             worker.draining = true;
         }
         assert_eq!(said(&s, &none).1, ["is draining"]);
+        for worker in s.workers.values_mut() {
+            worker.draining = false;
+        }
+        let leaves = HeardOf { draining: true, ..HeardOf::default() };
+        let leaves = Heard { workers: s.workers.keys().map(|w| (w.clone(), leaves.clone())).collect(), failed_on: None };
+        assert_eq!(said(&s, &leaves).1, ["is draining"], "by its own will");
         s.workers.clear();
         assert!(said(&s, &none).0.contains("no worker has joined"));
 

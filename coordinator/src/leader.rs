@@ -7,7 +7,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use volley_jobspecs::ids::{JobId, Term, WorkerId};
 use volley_jobspecs::wire::record::{Decided, Decision, Trailing};
-use volley_jobspecs::wire::work::{Beat, BeatAnswer, WorkAnswer, WorkMessage};
+use volley_jobspecs::wire::work::{At, Beat, BeatAnswer, WorkAnswer, WorkMessage};
 
 use crate::place::{self, Scheduler};
 use crate::send::{self, Link};
@@ -30,6 +30,17 @@ pub const TICK_MS: u64 = 1_000;
 pub const RATE_ROUND_MS: u64 = 20;
 /// Trailing works under way at once: each is one or more S3 requests.
 pub const TRAILING_MAX: usize = 8;
+
+/// What was heard of a worker.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct HeardOf {
+    /// Milliseconds since then.
+    pub silent_ms: u64,
+    /// Does it take nothing more by its own will?
+    pub draining: bool,
+    /// What its slots were at.
+    pub at: Vec<At>,
+}
 
 /// What the driver is to do.
 #[derive(Debug, Clone, PartialEq)]
@@ -138,10 +149,11 @@ impl Leader {
         self.anchor.0 + now_ms.saturating_sub(self.anchor.1)
     }
 
-    /// How long ago each worker was heard, in milliseconds.
+    /// What was heard of a worker.
     #[must_use]
-    pub fn silence(&self, worker: &WorkerId, now_ms: u64) -> Option<u64> {
-        self.links.get(worker).map(|link| now_ms.saturating_sub(link.heard_ms))
+    pub fn heard(&self, worker: &WorkerId, now_ms: u64) -> Option<HeardOf> {
+        let link = self.links.get(worker)?;
+        Some(HeardOf { silent_ms: now_ms.saturating_sub(link.heard_ms), draining: link.draining, at: link.at.clone() })
     }
 
     /// The connection to NATS is new: whoever was silent may not have been.
@@ -280,6 +292,7 @@ impl Leader {
             link.heard_ms = now_ms;
             // For good: a life that drains ends. An older beat that comes late says nothing.
             link.draining |= beat.draining;
+            link.at.clone_from(&beat.at);
         }
         if beat.leaving && worker.bundles.is_empty() {
             self.decide_once(Decision::WorkerLost { worker: beat.worker.clone(), incarnation: beat.incarnation, left: true });

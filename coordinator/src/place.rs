@@ -11,6 +11,7 @@ use volley_jobspecs::failure::FailureClass;
 use volley_jobspecs::ids::{AttemptName, JobId, TenantId, WorkerId};
 use volley_jobspecs::wire::record::Assignment;
 use volley_jobspecs::wire::report::Ending;
+use volley_jobspecs::wire::work::YOUNG_BUNDLE_MS_MAX;
 
 use crate::split::Waiting;
 use crate::state::State;
@@ -28,9 +29,6 @@ pub const BUNDLE_TASKS_MAX: u32 = 256;
 /// A bundle may wait at a worker only if it is expected to take no longer than this, in milliseconds: behind a long task it would
 /// wait although another worker is free.
 pub const WAITING_BUNDLE_MS_MAX: u64 = 1_000;
-/// A bundle that is held for longer than this, in milliseconds, is not soon over, whatever its job's median says: nothing more waits behind
-/// it. The worker hands back what did after the same time.
-pub const YOUNG_BUNDLE_MS_MAX: u64 = 5_000;
 /// Assignments in one round: with the runs below, about a quarter of the largest message.
 pub const ROUND_ASSIGNMENTS_MAX: usize = 2_048;
 /// Runs of tasks in one round, for the same reason.

@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use async_nats::jetstream;
 use bytes::Bytes;
+use futures::future::BoxFuture;
 use serde::{Deserialize, Serialize};
 use tokio::net::TcpListener;
 use tokio::sync::watch;
@@ -181,11 +182,16 @@ struct Life {
     stop: CancellationToken,
 }
 
-/// Starts a coordinator; it runs until `stop`.
+/// Starts a coordinator; it runs until `stop`. Boxed: an `async fn` is compiled where it is awaited, and so all of this with the binary, not
+/// with how this crate is optimised.
 ///
 /// # Errors
 /// [`StartError`]: one clear line.
-pub async fn run(config: CoordinatorConfig, stop: CancellationToken) -> Result<Running, StartError> {
+pub fn run(config: CoordinatorConfig, stop: CancellationToken) -> BoxFuture<'static, Result<Running, StartError>> {
+    Box::pin(start(config, stop))
+}
+
+async fn start(config: CoordinatorConfig, stop: CancellationToken) -> Result<Running, StartError> {
     let bootstrap_hash = config.check()?.map(secret_hash);
     let (client, connections) = connect(&config, &config.name).await?;
     let store = Store::connect(&config.store).await?;

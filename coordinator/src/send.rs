@@ -7,7 +7,7 @@ use std::collections::{BTreeMap, VecDeque};
 
 use volley_jobspecs::ids::{AttemptName, BundleId, Incarnation, JobId, Term};
 use volley_jobspecs::wire::record::Run;
-use volley_jobspecs::wire::work::{Beat, Bundle, Order, Try, WorkMessage};
+use volley_jobspecs::wire::work::{At, Beat, Bundle, Order, Try, WorkMessage};
 
 use crate::state::State;
 use crate::state::job::Job;
@@ -29,6 +29,8 @@ pub struct Link {
     pub heard_ms: u64,
     /// Does it say that it takes nothing more?
     pub draining: bool,
+    /// What its slots were at when it was last heard.
+    pub at: Vec<At>,
     /// Has it beaten since this leader began? Until then nothing is known of what it holds, and nothing is sent.
     met: bool,
     number: u64,
@@ -48,6 +50,7 @@ impl Link {
             incarnation,
             heard_ms: now_ms,
             draining: false,
+            at: Vec::new(),
             met: false,
             number: 0,
             in_flight: None,

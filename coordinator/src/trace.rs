@@ -7,6 +7,7 @@ use volley_jobspecs::api::JobState;
 use volley_jobspecs::failure::FailureClass;
 use volley_jobspecs::ids::{AttemptName, JobId};
 use volley_jobspecs::observe::{Span, SpanKind, Value};
+use volley_jobspecs::units;
 use volley_jobspecs::wire::trace::TraceContext;
 
 use crate::state::effects::AttemptRow;
@@ -88,7 +89,7 @@ pub fn job_span(id: JobId, facts: &Facts, progress: &Progress, round_ms: Option<
     attributes.extend(progress.reason.as_deref().map(|reason| ("volley.job.reason", reason.into())));
     let error = (state == JobState::Failed).then(|| {
         let bad = counts.failed + counts.infra_failed;
-        progress.reason.clone().unwrap_or_else(|| format!("{bad} of {total} tasks did not succeed"))
+        progress.reason.clone().unwrap_or_else(|| format!("{bad} of {} did not succeed", units::count(u64::from(total), "task")))
     });
     Some(Span {
         context: if first { job } else { job.derived(&[progress.round.into()]) },

@@ -232,7 +232,7 @@ async fn removing_a_tenant(cluster: &Cluster, theirs: String) {
     let job = cluster.call(Method::POST, "/v1/jobs", Some(secret), &[], spec("held", json!({ "count": 1 })).to_string()).await;
     let job = job.expect(201).json()["job"].as_str().expect("a job").to_owned();
     let busy = delete("/v1/tenants/acme").await.expect(409).json();
-    assert!(busy["message"].as_str().is_some_and(|text| text.contains("1 jobs that have not ended")), "{busy}");
+    assert!(busy["message"].as_str().is_some_and(|text| text.contains("1 job that has not ended")), "{busy}");
     delete("/v1/tenants/default").await.expect(409);
     delete("/v1/tenants/nobody").await.expect(404);
     cluster.post(&format!("/v1/jobs/{job}/cancel"), "").await.expect(200);

@@ -36,7 +36,7 @@ async fn live_output_is_followed_to_the_end() {
         assert_eq!(watched.next().await.map(|m| m.subject.to_string()), Some(subjects::watch(id(&job))));
         // A second stream may watch too; pieces go to both.
         for (offset, bytes) in [(0u64, &b"one\n"[..]), (0, b"one\n"), (4, b"two\n")] {
-            let piece = Live { name, stderr: false, offset, bytes: bytes.to_vec().into() };
+            let piece = Live { name, stderr: false, offset, bytes: bytes.to_vec().into(), held: None };
             client.publish(subjects::live(id(&job), 0), wire::encode(&piece).into()).await.expect("published");
         }
         client.flush().await.expect("flushed");
@@ -73,7 +73,7 @@ async fn a_followed_task_is_kept_alive_gone_on_with_and_of_whole_characters() {
     let job = cluster.submit(&one_task()).await;
     let name = begun.recv().await.expect("an attempt");
     let send = async |offset: u64, bytes: &[u8]| {
-        let piece = Live { name, stderr: false, offset, bytes: bytes.to_vec().into() };
+        let piece = Live { name, stderr: false, offset, bytes: bytes.to_vec().into(), held: None };
         client.publish(subjects::live(id(&job), 0), wire::encode(&piece).into()).await.expect("published");
         client.flush().await.expect("flushed");
         tokio::time::sleep(Duration::from_millis(100)).await;

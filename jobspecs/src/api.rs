@@ -62,6 +62,9 @@ api_type! {
         pub tasks: u32,
         /// Was it there already, under the same idempotency key?
         pub existed: bool,
+        /// What keeps it from running as things are now, such as that no worker could ever run its tasks; workers may come.
+        #[serde(default, skip_serializing_if = "Vec::is_empty")]
+        pub warnings: Vec<String>,
     }
 }
 
@@ -306,7 +309,7 @@ api_type! {
     pub struct WorkerView {
         /// Its name.
         pub worker: String,
-        /// `ready`, `draining`, `quarantined` or `silent`.
+        /// `ready`, `draining`, `quarantined` or `silent`; that it is silent, or drains by its own will, only the leader knows.
         pub state: String,
         /// Bundles it runs at once.
         pub slots: u32,
@@ -467,6 +470,9 @@ api_type! {
         pub first: Vec<serde_json::Value>,
         /// The last tasks, without those in `first`.
         pub last: Vec<serde_json::Value>,
+        /// What would keep it from running as things are now; workers may come.
+        #[serde(default, skip_serializing_if = "Vec::is_empty")]
+        pub warnings: Vec<String>,
     }
 }
 
@@ -489,7 +495,7 @@ api_type! {
         pub attempt: u32,
         /// `stdout` or `stderr`.
         pub stream: String,
-        /// Where it begins in the stream. A jump says that pieces are missing; what was kept has them once the attempt has ended.
+        /// Where it begins in the stream. A jump says that bytes are missing; once the attempt has ended, what was kept of it may have them.
         pub offset: u64,
         /// Its bytes.
         pub base64: String,

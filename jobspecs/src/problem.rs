@@ -6,6 +6,8 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
+use crate::units;
+
 /// Most problems listed; a document with more is another document altogether.
 pub const PROBLEMS_MAX: usize = 100;
 /// Longest piece of the spec that is quoted, in characters.
@@ -104,7 +106,7 @@ impl From<Problem> for Problems {
 impl fmt::Display for Problems {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let count = self.0.len();
-        write!(f, "{count} problem{} in the job spec; nothing was created:", if count == 1 { "" } else { "s" })?;
+        write!(f, "{} in the job spec; nothing was created:", units::count(count as u64, "problem"))?;
         for (number, problem) in (1..).zip(self.0.iter().take(PROBLEMS_MAX)) {
             write!(f, "\n  {number}. {problem}")?;
         }

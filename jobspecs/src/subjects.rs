@@ -70,7 +70,7 @@ pub fn live(job: JobId, index: u32) -> String {
 }
 
 /// Somebody watches a job: its workers publish its tasks' output on [`live`] for [`WATCH_MS`] after each such message, which is
-/// empty. No fact, no order: whoever watches repeats it every [`WATCH_REPEAT_MS`].
+/// empty or a `wire::live::Watch`. No fact, no order: whoever watches repeats it every [`WATCH_REPEAT_MS`].
 #[must_use]
 pub fn watch(job: JobId) -> String {
     format!("volley.watch.{job}")

@@ -1,4 +1,4 @@
-//! Sizes and cores for eyes.
+//! Sizes, cores and counts for eyes.
 //!
 //! Owns how they are shown, on the command line and in the coordinator's sentences. Does not own reading them (`spec::scalars`).
 
@@ -38,9 +38,27 @@ pub fn different_bytes(one: u64, other: u64) -> (String, String) {
     if shown.0 == shown.1 && one != other { (format!("{one} B"), format!("{other} B")) } else { shown }
 }
 
+/// A number with its noun: `1 task`, `2 tasks`.
+#[must_use]
+pub fn count(number: u64, noun: &str) -> String {
+    format!("{number} {noun}{}", if number == 1 { "" } else { "s" })
+}
+
+/// The same where an `s` at the end is not enough: `1 try`, `2 tries`; `1 task is`, `2 tasks are`.
+#[must_use]
+pub fn counted(number: u64, one: &str, more: &str) -> String {
+    format!("{number} {}", if number == 1 { one } else { more })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn one_is_no_more_than_one() {
+        assert_eq!([0, 1, 2].map(|n| count(n, "task")), ["0 tasks", "1 task", "2 tasks"]);
+        assert_eq!([0, 1, 2].map(|n| counted(n, "try", "tries")), ["0 tries", "1 try", "2 tries"]);
+    }
 
     #[test]
     fn sizes_keep_a_digit() {

@@ -26,6 +26,26 @@ fn health_metrics_and_documents() {
 }
 
 #[test]
+fn the_document_says_which_routes_want_a_token() {
+    let Some(cluster) = Cluster::up() else { return };
+    let (url, _) = cluster.access();
+    let document = request(&url, "GET", "/openapi.json", None, b"").json();
+    let mut open = Vec::new();
+    for (path, item) in document["paths"].as_object().unwrap() {
+        let filled: Vec<&str> = path.split('/').map(|part| if part.starts_with('{') { "1" } else { part }).collect();
+        for (method, operation) in item.as_object().unwrap() {
+            let status = request(&url, &method.to_uppercase(), &filled.join("/"), None, b"").status;
+            let said = operation["responses"]["401"]["content"]["application/json"]["schema"]["$ref"] == "#/components/schemas/ErrorBody";
+            assert_eq!(status == 401, said, "{method} {path}: {status}");
+            if !said {
+                open.push(path.as_str());
+            }
+        }
+    }
+    assert_eq!(open, ["/healthz", "/openapi.json", "/readyz"]);
+}
+
+#[test]
 fn lists_come_in_pages() {
     let Some(cluster) = Cluster::up() else { return };
     let spec = cluster.spec(json!({ "count": 1 }), json!({ "command": "true" }), json!({ "labels": { "kind": "page" } }));

@@ -26,9 +26,10 @@ fn a_drained_worker_gets_nothing_more() {
 #[test]
 fn the_first_signal_lets_tasks_end_and_nothing_is_left() {
     let Some(mut cluster) = Cluster::up() else { return };
-    let job = cluster.submit(&cluster.spec(json!({ "count": 1 }), json!({ "command": "sleep 3; echo whole" }), json!({})));
+    let job = cluster.submit(&cluster.spec(json!({ "count": 1 }), json!({ "command": "sleep 6; echo whole" }), json!({})));
     cluster.until_tasks(&job, "running", 1);
     signal(cluster.pid(), Signal::TERM);
+    until("it is said to drain", || cluster.workers().iter().any(|worker| worker["state"] == "draining"));
     until("everything has ended", || {
         cluster.left().iter().all(|(_, line)| line.contains("volley-test") && line.contains("end_to_end")) || cluster.left().is_empty()
     });

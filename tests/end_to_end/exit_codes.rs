@@ -1,8 +1,13 @@
 //! What `volley` exits with.
 
+use std::path::Path;
+use std::process::Command;
+
 use serde_json::json;
 
 use crate::support::Cluster;
+use crate::support::cluster::{VOLLEY, nats_server, open_dir};
+use crate::support::process::{self, Ran};
 
 #[test]
 fn a_run_exits_as_its_job_ended() {
@@ -50,4 +55,32 @@ fn what_cannot_be_done_has_a_code_of_its_own() {
     cluster.volley(&["job", "j999999"]).exits(66);
     cluster.volley(&["run", "/no/such/spec.json"]).exits(74);
     cluster.volley(&["--url", "http://127.0.0.1:9", "jobs"]).exits(69);
+}
+
+/// `volley up` in a directory, with no cluster of the user's in its way; it ends by itself.
+fn up(dir: &Path, args: &[&str], nats_server: &Path) -> Ran {
+    let mut command = Command::new(VOLLEY);
+    command.args(["up", "--dir"]).arg(dir.join("cluster")).args(args);
+    command.env("VOLLEY_CONFIG", dir.join("cluster.json")).env("VOLLEY_NATS_SERVER", nats_server);
+    process::start(command).wait()
+}
+
+#[test]
+fn a_cluster_that_cannot_start_says_why_with_its_code() {
+    let Some(nats_server) = nats_server() else { return };
+    let dir = open_dir();
+    let (dir, free) = (dir.path(), ["--listen", "127.0.0.1:0"]);
+    up(dir, &["--slots", "0"], &nats_server).exits(2);
+    let missing = up(dir, &free, Path::new("/no/such/nats-server")).exits(69);
+    assert!(missing.stderr.contains("/no/such/nats-server"), "{missing:?}");
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let taken = up(dir, &["--listen", &listener.local_addr().unwrap().to_string()], &nats_server).exits(69);
+    assert!(taken.stderr.contains("can't listen on") && taken.stderr.contains("choose another address or port"), "{taken:?}");
+    std::fs::write(dir.join("cluster").join("secrets.json"), "{").unwrap();
+    let damaged = up(dir, &free, &nats_server).exits(65);
+    assert!(damaged.stderr.contains("secrets.json is damaged"), "{damaged:?}");
+    std::fs::remove_dir_all(dir.join("cluster")).unwrap();
+    std::fs::write(dir.join("cluster"), "").unwrap();
+    let file = up(dir, &free, &nats_server).exits(74);
+    assert!(file.stderr.contains("--dir"), "{file:?}");
 }

@@ -3,6 +3,7 @@
 use serde_json::json;
 
 use crate::support::Cluster;
+use crate::support::process::until;
 
 #[test]
 fn explain_names_what_is_in_the_way() {
@@ -39,7 +40,51 @@ fn explain_says_why_something_failed() {
     }
     let text = cluster.volley(&["explain", &job]).exits(0).stdout;
     assert!(
-        text.contains("1 of 2 tasks succeeded") && text.contains("1 tasks ended as exit_code") && text.contains("exit code 1"),
+        text.contains("1 of 2 tasks succeeded") && text.contains("1 task ended as exit_code") && text.contains("exit code 1"),
         "{text}"
     );
+}
+
+#[test]
+fn explain_says_what_a_task_is_at() {
+    let Some(cluster) = Cluster::up_with(&["--slots", "1"]) else { return };
+    let retry = json!({ "attempts": 2, "backoff": { "initial": "10m", "cap": "10m" } });
+    let backing = cluster.submit(&cluster.spec(json!({ "count": 1 }), json!({ "command": "exit 3", "retry": retry }), json!({})));
+    cluster.until_tasks(&backing, "backoff", 1);
+    let said = |job: &str, task: &str| cluster.volley(&["explain", job, task]).exits(0).stdout;
+    let backs_off = said(&backing, "0");
+    assert!(
+        backs_off.starts_with("the task backs off until 20") && backs_off.contains("failed 1 time, the last time as exit_code"),
+        "{backs_off}"
+    );
+    let running = cluster.submit(&cluster.spec(json!({ "count": 2 }), json!({ "command": "sleep 60" }), json!({})));
+    cluster.until_tasks(&running, "running", 1);
+    // Said by the next beat.
+    until("it is known to run", || said(&running, "0").starts_with("the task runs, on worker local, since 20"));
+    assert!(said(&running, "0").contains(", in try 1"), "{}", said(&running, "0"));
+    assert!(said(&running, "1").starts_with("the task waits "), "{}", said(&running, "1"));
+}
+
+#[test]
+fn who_submits_what_no_worker_could_run_is_warned_and_not_refused() {
+    let Some(cluster) = Cluster::up() else { return };
+    let large = cluster.spec(json!({ "count": 9 }), json!({ "command": "true", "resources": { "cpus": 1000 } }), json!({}));
+    let warned = |ran: &crate::support::process::Ran| {
+        let lines: Vec<&str> = ran.stderr.lines().filter(|line| line.starts_with("warning: ")).collect();
+        assert!(lines.len() == 1 && lines[0].contains("could ever run its tasks: local has") && lines[0].contains("cores"), "{ran:?}");
+    };
+    let planned = cluster.volley(&["plan", "--server", "--show", "1", &large]).exits(0);
+    warned(&planned);
+    assert!(
+        planned.stdout.contains("task 0\n") && planned.stdout.contains("task 8\n") && !planned.stdout.contains("task 1\n"),
+        "{planned:?}"
+    );
+    let submitted = cluster.volley(&["submit", &large, "--key", "k"]).exits(0);
+    warned(&submitted);
+    let again = cluster.volley(&["submit", &large, "--key", "k"]).exits(0);
+    assert!(!again.stderr.contains("warning") && again.stdout == submitted.stdout, "once is enough: {again:?}");
+    let small = cluster.spec(json!({ "count": 9 }), json!({ "command": "true" }), json!({}));
+    let planned = cluster.volley(&["plan", "--server", "--show", "4", &small]).exits(0);
+    assert!(planned.stderr.is_empty() && planned.stdout.contains("task 3\n") && !planned.stdout.contains("task 4\n"), "{planned:?}");
+    cluster.volley(&["run", &small]).exits(0);
 }

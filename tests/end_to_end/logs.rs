@@ -21,3 +21,26 @@ fn output_is_seen_before_the_task_ends() {
     assert!(!texts.concat().contains('\u{fffd}'), "{texts:?}");
     assert!(one.took > Duration::from_secs(3));
 }
+
+#[test]
+fn what_a_task_wrote_so_far_is_shown_while_it_runs() {
+    let Some(cluster) = Cluster::up() else { return };
+    // Writes on and on, so that there is no pause between what was written before and what follows.
+    let command = "echo early; echo wrong >&2; i=0; while [ $i -lt 500 ]; do i=$((i+1)); echo $i; sleep 0.01; done; echo end";
+    let job = cluster.submit(&cluster.spec(json!({ "count": 1 }), json!({ "command": command }), json!({})));
+    cluster.until_tasks(&job, "running", 1);
+    std::thread::sleep(Duration::from_secs(1));
+    let so_far = cluster.volley(&["logs", &job, "0"]).exits(0);
+    assert!(so_far.stdout.starts_with("early\n1\n2\n") && !so_far.stdout.contains("end"), "{so_far:?}");
+    assert!(so_far.stdout.ends_with("wrong\n") && so_far.took < Duration::from_secs(2), "stderr comes behind: {so_far:?}");
+    let all = cluster.volley(&["logs", &job]).exits(0);
+    assert!(all.stderr.contains("1 task is with workers still"), "{all:?}");
+    let (one, tagged) = (cluster.begin(["logs", "-f", &job, "0", "--stream", "stdout"]), cluster.begin(["logs", "-f", &job, "-o", "json"]));
+    let (one, tagged) = (one.wait().exits(0), tagged.wait().exits(0));
+    let whole = format!("early\n{}end\n", (1..=500).map(|n| format!("{n}\n")).collect::<String>());
+    assert_eq!(one.stdout, whole, "from the first byte, with no gap and nothing twice");
+    let rows = tagged.lines();
+    let stdout: String = rows.iter().filter(|row| row["stream"] == "stdout").filter_map(|row| row["text"].as_str()).collect();
+    assert!(whole.starts_with(&stdout) && stdout.len() > 1_000, "{stdout:?}");
+    assert_eq!(cluster.volley(&["logs", &job, "0"]).exits(0).stdout, format!("{whole}wrong\n"));
+}

@@ -48,3 +48,21 @@ fn a_large_file_and_a_long_log_come_back_whole() {
     let log = cluster.volley(&["logs", &job, "0", "--stream", "stderr"]).exits(0);
     assert_eq!(log.stdout.lines().count() + log.stderr.lines().count(), 20_000);
 }
+
+#[test]
+fn successes_with_something_to_be_said_are_found() {
+    let Some(cluster) = Cluster::up() else { return };
+    // Task 2 leaves a process behind that its end has to kill.
+    let command = "[ $VOLLEY_TASK_INDEX -ne 2 ] || { sleep 600 & }; true";
+    let ran = cluster.volley(&["run", &cluster.spec(json!({ "count": 4 }), json!({ "command": command }), json!({}))]).exits(0);
+    let job = ran.stdout.split_whitespace().next().unwrap().to_owned();
+    let hint = format!("with remarks  1 (`volley results {job} --remarks`)");
+    assert!(ran.stdout.contains(&hint), "{ran:?}");
+    assert!(cluster.volley(&["job", &job]).exits(0).stdout.contains(&hint));
+    let rows = cluster.volley(&["results", &job, "--remarks", "-o", "json"]).exits(0).lines();
+    assert_eq!(rows.len(), 1, "{rows:?}");
+    assert!(
+        rows[0]["index"] == 2 && rows[0]["message"].as_str().unwrap().contains("1 process was still running at its end and was killed"),
+        "{rows:?}"
+    );
+}

@@ -8,6 +8,7 @@ use volley_jobspecs::failure::FailureClass;
 use volley_jobspecs::ids::AttemptName;
 use volley_jobspecs::wire::plan::Isolation;
 use volley_jobspecs::wire::report::{AttemptEnd, Ending, MESSAGE_BYTES_MAX, Outputs, Stream, Timing, Usage};
+use volley_jobspecs::wire::work::{At, AtStage};
 
 use crate::trace::Stages;
 
@@ -148,6 +149,17 @@ impl Attempt {
             | (phase @ Phase::Running { .. }, Progress::Started { .. })
             | (phase @ Phase::Persisting { .. }, _) => phase,
         };
+    }
+
+    /// How far it is, and for how long.
+    #[must_use]
+    pub fn at(&self, now_ms: u64) -> At {
+        let (stage, since_ms) = match self.phase {
+            Phase::Preparing => (AtStage::Preparing, self.began_ms),
+            Phase::Running { since_ms, .. } => (AtStage::Running, since_ms),
+            Phase::Persisting { since_ms, .. } => (AtStage::Keeping, since_ms),
+        };
+        At { name: self.name, stage, for_ms: now_ms.saturating_sub(since_ms) }
     }
 
     /// Stops the attempt. Returns what to do now; `None` when it is being stopped already and no harder.

@@ -5,6 +5,7 @@
 use std::collections::VecDeque;
 
 use minicbor::bytes::ByteVec;
+use volley_jobspecs::wire::live::left_out;
 use volley_jobspecs::wire::report::{Stream, TAIL_BYTES_MAX};
 
 /// What is kept of a stream.
@@ -54,13 +55,30 @@ impl Capture {
         self.total > TAIL_BYTES_MAX as u64
     }
 
+    /// What is held, at most `bytes_max` of it: the beginning, and the end with the place where that begins. With nothing between them
+    /// when all is held and it isn't more.
+    #[must_use]
+    pub fn held(&self, bytes_max: usize) -> (Vec<u8>, u64, Vec<u8>) {
+        let whole = self.missing() == 0;
+        let mut first = self.head.clone();
+        if !whole || self.total > bytes_max as u64 {
+            first.truncate(bytes_max / 4);
+        }
+        let room = bytes_max - first.len();
+        let from_tail = self.tail.len().min(room);
+        let from_head = if whole { (room - from_tail).min(self.head.len() - first.len()) } else { 0 };
+        let mut last: Vec<u8> = self.head.get(self.head.len() - from_head..).unwrap_or_default().to_vec();
+        last.extend(self.tail.iter().skip(self.tail.len() - from_tail));
+        (first, self.total - last.len() as u64, last)
+    }
+
     /// Everything kept, with a line where the middle is missing.
     #[must_use]
     pub fn kept(&self) -> Vec<u8> {
         let mut all = self.head.clone();
         match self.missing() {
             0 => {}
-            missing => all.extend_from_slice(format!("\n[volley: {missing} bytes left out here]\n").as_bytes()),
+            missing => all.extend_from_slice(left_out(missing).as_bytes()),
         }
         let (a, b) = self.tail.as_slices();
         all.extend_from_slice(a);
@@ -99,6 +117,22 @@ mod tests {
         assert_eq!(kept.iter().filter(|b| **b == 99).count(), 1_000);
         assert!(String::from_utf8_lossy(&kept).contains("[volley: 92000 bytes left out here]"));
         assert!(capture.stream(true).is_some_and(|s| s.truncated && s.bytes == 100_000 && s.tail.len() == TAIL_BYTES_MAX));
+    }
+
+    #[test]
+    fn what_is_held_is_shown_from_both_ends() {
+        let mut capture = Capture::new(400);
+        capture.push(&(0..=99).collect::<Vec<u8>>());
+        capture.push(&(100..150).collect::<Vec<u8>>());
+        assert_eq!(capture.held(1_000), ((0..100).collect(), 100, (100..150).collect()));
+        // Less is wanted than is held: also of the beginning's end.
+        assert_eq!(capture.held(80), ((0..20).collect(), 90, (90..150).collect()));
+        assert_eq!(capture.held(120), ((0..30).collect(), 60, (60..150).collect()));
+        capture.push(&[7; 1_000]);
+        let (first, at, last) = capture.held(1_000);
+        assert_eq!((first, at, last.len()), ((0..100).collect(), 850, 300));
+        assert_eq!(capture.held(80), ((0..20).collect(), 1_090, vec![7; 60]));
+        assert_eq!(Capture::new(400).held(80), (Vec::new(), 0, Vec::new()));
     }
 
     proptest! {

@@ -13,6 +13,8 @@ use std::time::{Duration, Instant};
 
 pub use layout::Controller;
 
+use volley_jobspecs::units::counted;
+
 use crate::spawner::tree;
 
 /// Period of the CPU quota, in microseconds: the kernel's own default.
@@ -56,7 +58,7 @@ pub enum CgroupError {
         limit: u64,
     },
     /// Processes of a predecessor don't die.
-    #[error("{} processes in {} can't be killed; they may hang on a dead disk", .count, .path.display())]
+    #[error("{} in {} can't be killed; a dead disk may be what hangs there", counted(*count as u64, "process", "processes"), .path.display())]
     Alive {
         /// Where.
         path: PathBuf,

@@ -11,7 +11,7 @@ use std::collections::BTreeMap;
 
 use volley_jobspecs::ids::{AttemptName, BundleId, Incarnation, JobId, Term};
 use volley_jobspecs::wire::report::AttemptEnd;
-use volley_jobspecs::wire::work::{Beat, BeatAnswer};
+use volley_jobspecs::wire::work::{Beat, BeatAnswer, YOUNG_BUNDLE_MS_MAX};
 
 use crate::attempt::{Attempt, Outcome, StopCause};
 use crate::bundle::HeldBundle;
@@ -26,9 +26,6 @@ pub use words::{Action, CoreConfig, Input, JobAnswer, JobFacts, Totals};
 const BEAT_RETRY_MS: u64 = 1_000;
 /// How long a worker that is told to stop at once tries to get its last reports into the log, in milliseconds.
 const STOP_FLUSH_MS: u64 = 3_000;
-/// What has not begun after this long is handed back when the leader is heard, in milliseconds: only a bundle that is expected to take a
-/// second may wait, so it lies behind tasks that turned out long, and another worker may be idle.
-const WAIT_MS_MAX: u64 = 5_000;
 /// How long a worker that leaves waits for the answer to its last beat, in milliseconds.
 const LEAVE_MS: u64 = 2_000;
 
@@ -258,7 +255,7 @@ impl Core {
         if self.outbox.unsent_bytes() >= self.config.unsent_bytes_max {
             return;
         }
-        let stuck = |bundle: &&HeldBundle| now_ms >= bundle.received_ms + WAIT_MS_MAX && bundle.has_waiting();
+        let stuck = |bundle: &&HeldBundle| now_ms >= bundle.received_ms + YOUNG_BUNDLE_MS_MAX && bundle.has_waiting();
         let ids: Vec<BundleId> = self.bundles.values().filter(stuck).map(|bundle| bundle.id).collect();
         for id in ids {
             self.hand_back(now_ms, id, None, None);
@@ -386,7 +383,7 @@ impl Core {
         if !self.beat_out && now_ms >= self.beat_at_ms {
             self.beat_out = true;
             self.beat_at_ms = now_ms + self.config.beat_ms;
-            out.push(Action::Beat(self.beat()));
+            out.push(Action::Beat(self.beat(now_ms)));
         }
     }
 
@@ -486,7 +483,7 @@ impl Core {
         self.beat_out = false;
     }
 
-    fn beat(&self) -> Beat {
+    fn beat(&self, now_ms: u64) -> Beat {
         Beat {
             worker: self.config.worker.clone(),
             incarnation: self.heard.incarnation,
@@ -497,6 +494,7 @@ impl Core {
             reported: self.outbox.reported(),
             draining: self.going != Going::On,
             leaving: matches!(self.going, Going::Leaving { .. }) && self.bundles.is_empty(),
+            at: self.current.iter().flatten().map(|current| current.attempt.at(now_ms)).collect(),
         }
     }
 }

@@ -12,9 +12,10 @@ use tokio::sync::{mpsc, watch};
 use tokio::task::JoinHandle;
 use volley_jobspecs::ids::{AttemptName, Incarnation, JobId, WorkerId};
 use volley_jobspecs::observe::{self, Observing};
+use volley_jobspecs::wire;
+use volley_jobspecs::wire::live::Watch;
 use volley_jobspecs::wire::plan::Isolation;
 use volley_jobspecs::wire::work::{Beat, BeatAnswer, WorkMessage};
-use volley_jobspecs::{subjects, wire};
 
 use crate::attempt::Outcome;
 use crate::cgroup::Cgroups;
@@ -22,7 +23,7 @@ use crate::control::{Status, Wish, Wishes};
 use crate::core::{Action, Core, CoreConfig, Input, JobAnswer};
 use crate::executor::{Executor, Shared, SlotOrder};
 use crate::job::{Job, JobError};
-use crate::live::Watched;
+use crate::live::{AllWatched, Watched};
 use crate::ports::{Bus, Incoming, Objects};
 use crate::runtime::null;
 use crate::runtime::process::ProcessMachine;
@@ -55,7 +56,7 @@ pub struct Parts<B, O> {
     /// Ends and progress of slots.
     pub events: mpsc::Receiver<Input>,
     /// Who watches what.
-    pub watched: watch::Sender<Watched>,
+    pub watched: watch::Sender<AllWatched>,
     /// Starts processes; `None`: this worker offers `null` only.
     pub spawner: Option<Spawner>,
     /// Limits.
@@ -114,7 +115,7 @@ impl<B: Bus, O: Objects> Driver<B, O> {
     pub async fn live(
         mut self,
         mut work: mpsc::Receiver<Incoming>,
-        mut watches: mpsc::Receiver<JobId>,
+        mut watches: mpsc::Receiver<(JobId, Watch)>,
         mut wishes: Wishes,
         status: watch::Sender<Status>,
     ) {
@@ -126,7 +127,7 @@ impl<B: Bus, O: Objects> Driver<B, O> {
                 Some(input) = self.parts.events.recv() => self.feed(input, None).await,
                 Some(heard) = self.hearing.recv() => self.on_heard(heard).await,
                 Some(incoming) = work.recv() => self.on_work(incoming).await,
-                Some(job) = watches.recv() => self.watch(job),
+                Some((job, watch)) = watches.recv() => self.watch(job, &watch),
                 wish = wishes.next() => match wish {
                     Wish::Drain => self.feed(Input::Drain, None).await,
                     Wish::Stop => self.feed(Input::Stop, None).await,
@@ -348,13 +349,12 @@ impl<B: Bus, O: Objects> Driver<B, O> {
     }
 
     /// Somebody watches a job: its output is sent for a while.
-    fn watch(&self, job: JobId) {
-        let until = Instant::now() + Duration::from_millis(subjects::WATCH_MS);
+    fn watch(&self, job: JobId, watch: &Watch) {
+        let now = Instant::now();
         self.parts.watched.send_modify(|watched| {
-            let now = Instant::now();
-            let mut kept: BTreeMap<JobId, Instant> = watched.iter().filter(|(_, at)| **at > now).map(|(j, at)| (*j, *at)).collect();
+            let mut kept: BTreeMap<JobId, Watched> = watched.iter().filter(|(_, w)| w.until > now).map(|(j, w)| (*j, w.clone())).collect();
             if kept.len() < WATCHED_MAX || kept.contains_key(&job) {
-                kept.insert(job, until);
+                kept.entry(job).or_insert_with(|| Watched::new(now)).renew(now, watch.held);
             }
             *watched = Arc::new(kept);
         });

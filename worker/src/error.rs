@@ -1,6 +1,6 @@
 //! Why a worker doesn't run.
 //!
-//! Owns errors of start-up. What happens to attempts is in the errors of the stages.
+//! Owns errors of start-up, and one line of an error with its causes. What happens to attempts is in the errors of the stages.
 
 use std::io;
 use std::path::PathBuf;
@@ -9,6 +9,21 @@ use crate::cgroup::CgroupError;
 use crate::config::ConfigError;
 use crate::ports::BusError;
 use crate::spawner::SpawnerError;
+
+/// An error with its causes in one line: the last one says what really happened. What an error says of its cause itself stands there once.
+#[must_use]
+pub fn chain(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut source = error.source();
+    while let Some(cause) = source {
+        let said = cause.to_string();
+        if !text.contains(&said) {
+            text = format!("{text}: {said}");
+        }
+        source = cause.source();
+    }
+    text
+}
 
 /// Why a worker doesn't run.
 #[derive(Debug, thiserror::Error)]

@@ -11,7 +11,7 @@ use tokio::time::Interval;
 use volley_jobspecs::failure::FailureClass;
 
 use crate::capture::Capture;
-use crate::live::LiveOutput;
+use crate::live::{Changes, LiveOutput};
 use crate::ports::Bus;
 use crate::prepare::Prepared;
 use crate::runtime::{Exit, Machine, Streams};
@@ -22,8 +22,9 @@ use crate::stop::StopSignal;
 const READ_BYTES: usize = 64 * 1024;
 /// Bytes of the first read after a task has ended: most of those that were never watched wrote a line or nothing.
 const FIRST_READ_BYTES: usize = 4 * 1024;
-/// How often a slot looks whether its task's streams want to be watched: so long at most a task that fills its pipes at once waits, and
-/// what it writes is shown later. Far below what a person notices; far above what the shortest tasks take.
+/// How often a slot looks whether its task runs for longer than this, and so its streams want to be watched: twice as long at most a task
+/// that fills its pipes at once waits, and what it writes is shown later. Far below what a person notices; far above what the shortest
+/// tasks take.
 pub const LOOK_EVERY: Duration = Duration::from_millis(10);
 /// How long what is left in the pipes is read once everything is dead. There is no writer left then, unless a descriptor was handed
 /// to a process that isn't the task's.
@@ -100,7 +101,7 @@ pub async fn execute<M: Machine, B: Bus>(
     machine: &mut M,
     prepared: &Prepared,
     stop: &mut StopSignal,
-    live: &LiveOutput<B>,
+    live: &mut LiveOutput<B>,
     bytes_max: usize,
     looks: &mut Interval,
 ) -> Executed {
@@ -113,16 +114,21 @@ pub async fn execute<M: Machine, B: Bus>(
         }
     };
     let mut readers = (Reader::new(stdout, false), Reader::new(stderr, true));
-    let mut watched = false;
+    let begun = tokio::time::Instant::now();
+    let mut changes = Changes::default();
     executed.exit = loop {
         tokio::select! {
             biased;
             force = stop.next() => machine.stop(force).await,
+            // Before the pipes, so that who asks is answered before anything is read on.
+            () = changes.next(), if changes.are_told() => live.look(&executed.stdout, &executed.stderr).await,
             () = readers.0.read(&mut executed.stdout, live), if readers.0.is_watched() => {}
             () = readers.1.read(&mut executed.stderr, live), if readers.1.is_watched() => {}
             exit = machine.wait() => break exit,
-            _ = looks.tick(), if !watched => {
-                watched = true;
+            // A look that was due soon after its start says nothing of how long it takes.
+            _ = looks.tick(), if !changes.are_told() => if begun.elapsed() >= LOOK_EVERY {
+                changes = live.changes();
+                live.look(&executed.stdout, &executed.stderr).await;
                 readers.0.watch();
                 readers.1.watch();
             }

@@ -14,6 +14,7 @@ use tokio::time::{Interval, MissedTickBehavior};
 use tracing::Instrument;
 use volley_jobspecs::failure::FailureClass;
 use volley_jobspecs::ids::AttemptName;
+use volley_jobspecs::units::counted;
 use volley_jobspecs::wire::report::Usage;
 
 use crate::attempt::{Outcome, Progress};
@@ -22,7 +23,7 @@ use crate::dirs::{self, Dirs, Full};
 use crate::execute::{ExecuteError, Executed, LOOK_EVERY, execute};
 use crate::inputs::Inputs;
 use crate::job::{Job, Pages};
-use crate::live::{LiveOutput, Watched};
+use crate::live::{AllWatched, LiveOutput};
 use crate::persist::{self, Kept, PersistError, persist};
 use crate::ports::{Bus, Objects};
 use crate::prepare::{Prepared, prepare};
@@ -54,7 +55,7 @@ pub struct Shared<B, O> {
     /// Item pages.
     pub pages: Pages<O>,
     /// Who watches what.
-    pub watched: watch::Receiver<Watched>,
+    pub watched: watch::Receiver<AllWatched>,
     /// Where progress and ends go.
     pub events: mpsc::Sender<Input>,
     /// Where slots have their directories.
@@ -201,9 +202,9 @@ impl<B: Bus, O: Objects> Executor<B, O> {
             }
         }
         self.say(name, Progress::Started { grace_ms: prepared.grace_ms }).await;
-        let live = LiveOutput { bus: self.shared.bus.clone(), watched: self.shared.watched.clone(), name: *name };
+        let mut live = LiveOutput::new(self.shared.bus.clone(), self.shared.watched.clone(), *name);
         let bytes_max = self.shared.stream_bytes_max;
-        let executed = execute(&mut self.machine, &prepared, &mut self.stop, &live, bytes_max, &mut self.looks)
+        let executed = execute(&mut self.machine, &prepared, &mut self.stop, &mut live, bytes_max, &mut self.looks)
             .instrument(tracing::debug_span!("execute"))
             .await;
         self.laps.end(Stage::Execute);
@@ -303,7 +304,12 @@ fn outcome(exit: Result<Exit, ExecuteError>, prepared: &Prepared, kept: Kept, lo
         Ok(exit) => {
             let (failure, code, message) = verdict(&exit, prepared);
             if exit.strays > 0 {
-                notes.push(format!("{} processes were still running at its end and were killed", exit.strays));
+                let them = counted(
+                    u64::from(exit.strays),
+                    "process was still running at its end and was",
+                    "processes were still running at its end and were",
+                );
+                notes.push(format!("{them} killed"));
             }
             let usage = Usage { cpu_us: exit.cpu_us, memory_bytes_max: exit.memory_bytes_max };
             (failure, code, message, Some(usage))

@@ -42,6 +42,7 @@ pub mod vmm;
 
 use std::sync::Arc;
 
+use futures::future::BoxFuture;
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::task::JoinHandle;
 use tokio_util::task::AbortOnDropHandle;
@@ -50,7 +51,7 @@ use volley_jobspecs::wire::work::WorkerInfo;
 
 pub use config::Config;
 pub use control::{Control, Handle, Status, control};
-pub use error::RunError;
+pub use error::{RunError, chain};
 pub use io::nats::NatsBus;
 pub use io::objects::S3Objects;
 pub use spawner::Spawner;
@@ -126,6 +127,18 @@ pub async fn run<B: Bus, O: Objects>(
     }
     drop(place);
     Ok(())
+}
+
+/// [`run`] over NATS and S3. Boxed: an `async fn` is compiled where it is awaited, and so the whole worker with the binary, not with how this
+/// crate is optimised.
+pub fn run_on_nats(
+    config: Config,
+    bus: NatsBus,
+    objects: S3Objects,
+    spawner: Option<Spawner>,
+    control: Control,
+) -> BoxFuture<'static, Result<(), RunError>> {
+    Box::pin(run(config, bus, objects, spawner, control))
 }
 
 /// What the core is told of this worker. `limits`: they can be enforced.

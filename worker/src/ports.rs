@@ -8,6 +8,7 @@ use std::path::Path;
 use bytes::Bytes;
 use tokio::sync::mpsc;
 use volley_jobspecs::ids::{JobId, WorkerId};
+use volley_jobspecs::wire::live::Watch;
 use volley_jobspecs::wire::trace::TraceContext;
 
 /// Why a message got no good answer.
@@ -36,8 +37,8 @@ pub struct Incoming {
 pub trait Bus: Clone + Send + Sync + 'static {
     /// Listens for work messages; goes on over reconnects.
     fn work(&self, worker: &WorkerId) -> impl Future<Output = Result<mpsc::Receiver<Incoming>, BusError>> + Send;
-    /// Listens for jobs that somebody watches; goes on over reconnects.
-    fn watches(&self) -> impl Future<Output = Result<mpsc::Receiver<JobId>, BusError>> + Send;
+    /// Listens for jobs that somebody watches, and for what of them is asked; goes on over reconnects.
+    fn watches(&self) -> impl Future<Output = Result<mpsc::Receiver<(JobId, Watch)>, BusError>> + Send;
     /// Answers a work message.
     fn answer(&self, reply: String, bytes: Vec<u8>) -> impl Future<Output = Result<(), BusError>> + Send;
     /// Beats, and returns the leader's answer.

@@ -25,7 +25,7 @@ const LINGER_MS_MAX: u64 = 5_000;
 
 /// How long a worker whose slots are all busy gathers ends, in milliseconds: nobody waits for them to hand out work, and each report
 /// costs the log a sync. Far below what a person notices, far above the time between ends of very short tasks.
-const GATHER_MS: u64 = 25;
+const GATHER_MS: u64 = 50;
 
 /// How soon ends want to be in the log.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

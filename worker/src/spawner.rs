@@ -192,6 +192,8 @@ impl Shim {
             match ready.try_io(|socket| packet::receive(socket.as_fd(), &mut buffer)) {
                 Ok(Ok((0, _))) => return Err(SpawnerError::ShimGone),
                 Ok(Ok((len, _))) => {
+                    // One request has one reply: nothing else waits here, and a look for it is saved. An end of the shim is remembered.
+                    ready.clear_ready();
                     return minicbor::decode(buffer.get(..len).unwrap_or_default())
                         .map_err(|e| SpawnerError::Shim(format!("unreadable reply: {e}")));
                 }

@@ -3,6 +3,7 @@
 
 mod cgroup_v2;
 mod guest;
+mod live;
 mod support;
 
 use std::path::PathBuf;
@@ -391,19 +392,6 @@ async fn another_user_when_configured() {
     assert_eq!(text(&end.stdout), "65534\n65534\n65534\ndata!", "{end:?}");
     assert!(text(&end.stderr).contains("Permission denied"), "{end:?}");
     assert_eq!(end.outputs.map(|o| o.files), Some(1));
-    w.finish().await;
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn live_output_is_sent_while_somebody_watches() {
-    let mut w = World::start(|_| {}).await;
-    let (job, _) = w.job(r#"{"count":1}"#, &task(r#""command":"echo early; sleep 0.3; echo late >&2""#));
-    let (_, order) = w.bundle(job, 0, 1);
-    let watches = state(&w.bus).watches.lock().unwrap().clone().unwrap();
-    watches.send(job).await.unwrap();
-    w.order(vec![order]).await;
-    w.end_of(job).await;
-    assert_eq!(state(&w.bus).live.lock().unwrap().len(), 2);
     w.finish().await;
 }
 

@@ -160,8 +160,8 @@ async fn gauges(app: &App, registry: &mut Registry) -> Result<(), ApiError> {
             }
         }
         for (name, worker) in &state.workers {
-            let silent_ms = leader.and_then(|leader| leader.silence(name, now_ms));
-            *counted.workers.entry(views::worker(name, worker, state.head.now_ms, silent_ms).state).or_insert(0) += 1;
+            let heard = leader.and_then(|leader| leader.heard(name, now_ms));
+            *counted.workers.entry(views::worker(name, worker, state.head.now_ms, heard.as_ref()).state).or_insert(0) += 1;
             counted.slots += i64::from(worker.info.slots);
         }
         counted

@@ -68,8 +68,8 @@ async fn waiting(
     explain: impl FnOnce(&state::State, &Heard) -> Explanation + Send + 'static,
 ) -> Result<Json<Explanation>, ApiError> {
     let read = move |state: &state::State, leader: Option<&Leader>, now_ms: u64| {
-        let all = |leader: &Leader| state.workers.keys().filter_map(|name| Some((name.clone(), leader.silence(name, now_ms)?))).collect();
-        explain(state, &Heard { silence: leader.map(all), failed_on })
+        let all = |leader: &Leader| state.workers.keys().filter_map(|name| Some((name.clone(), leader.heard(name, now_ms)?))).collect();
+        explain(state, &Heard { workers: leader.map(all).unwrap_or_default(), failed_on })
     };
     Ok(Json(app.handle.read(read).await?))
 }

@@ -24,6 +24,7 @@ use super::follow::{self, FollowTask, Place, Sink};
 use super::outputs::attempt;
 use super::tasks::stored;
 use crate::state::effects::AttemptRow;
+use crate::state::task::Phase;
 
 /// Pieces that wait for a slow client; beyond it, live pieces wait at the subscription and are lost there in the end.
 const PIECES_WAITING: usize = 16;
@@ -60,8 +61,9 @@ fn body(mut pieces: mpsc::Receiver<Result<Bytes, std::io::Error>>, revoked: BoxF
 
 /// What a task wrote, as it wrote it: the kept stream, or what comes with `follow=true`.
 ///
-/// Without `attempt`: of the attempt that decided the task, or the last one. `both` is stdout, then stderr; followed, they come mixed
-/// as they are written.
+/// Without `attempt`: of the attempt that runs now, else of the one that decided the task, or the last one. Of an attempt that runs it is
+/// what it has written so far; of much output the beginning and the end. `both` is stdout, then stderr; followed, they come mixed as they
+/// are written.
 ///
 /// A followed stream of raw bytes that breaks off can't be gone on with, and is silent as long as the task is. With `form=pieces` it is
 /// lines of JSON (`LogPiece`) instead: each says where to go on, empty lines keep the stream alive, and the last one says that it is the end.
@@ -87,7 +89,8 @@ pub async fn task(
     let number = query.parse::<u32>("attempt", "a number from 1")?;
     let (id, index) = (job_id(&job)?, task_index(&index)?);
     let (facts, _) = app.job(&caller, id)?;
-    stored(&app, id, &facts, index)?;
+    let (cell, _) = stored(&app, id, &facts, index)?;
+    let open = (cell.phase == Phase::Open).then(|| u32::from(cell.number)).filter(|open| number.is_none_or(|number| number == *open));
     let permit = app.streams.take(&caller.tenant)?;
     let (out, waiting) = mpsc::channel(PIECES_WAITING);
     let mut sink = Sink::new(out, pieces, after.unwrap_or_default());
@@ -95,6 +98,11 @@ pub async fn task(
     if follows {
         let follow = FollowTask::open(app, (id, index), number, wanted, sink, permit).await?;
         tokio::spawn(follow.run());
+    } else if open.is_some() {
+        // Of a rerun of a success, that is what there is until the new attempt begins.
+        let before = if number.is_none() { attempt(&app, id, index, None)? } else { None };
+        let follow = FollowTask::open(app, (id, index), open, wanted, sink, permit).await?;
+        tokio::spawn(follow.so_far(before));
     } else {
         let row = attempt(&app, id, index, number)?;
         tokio::spawn(async move {
@@ -167,7 +175,8 @@ async fn send_stream(app: &App, name: &AttemptName, stderr: bool, stream: &Strea
     }
 }
 
-/// Live output of all tasks of a job that run, one JSON object a line, until the job has ended. Empty lines keep it alive.
+/// Live output of all tasks of a job that run, one JSON object a line, until the job has ended: first a little of what they wrote before,
+/// then everything. Empty lines keep it alive.
 #[utoipa::path(get, path = "/v1/jobs/{job}/logs", operation_id = "followJobLogs", tag = "jobs",
     params(("job" = String, Path, description = "The job"), ("follow" = bool, Query, description = "Must be true: kept output is fetched task by task")),
     responses((status = 200, content_type = "application/x-ndjson", body = LogLine), (status = 400, body = ErrorBody), (status = 404, body = ErrorBody),

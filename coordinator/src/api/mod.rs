@@ -6,6 +6,7 @@
 
 pub mod auth;
 pub mod cluster;
+pub mod document;
 pub mod error;
 pub mod events;
 pub mod explain;
@@ -49,6 +50,7 @@ use crate::state::effects::Refusal;
 use crate::state::job::{Facts, Progress};
 use crate::state::rows;
 use auth::Caller;
+use document::Bearer;
 use error::ApiError;
 use extract::{HEADERS_BYTES_MAX, URI_BYTES_MAX};
 use streams::Streams;
@@ -118,18 +120,6 @@ pub async fn blocking<T: Send + 'static>(work: impl FnOnce() -> Result<T, ApiErr
     }
 }
 
-/// How requests say who asks.
-struct Bearer;
-
-impl utoipa::Modify for Bearer {
-    fn modify(&self, document: &mut utoipa::openapi::OpenApi) {
-        use utoipa::openapi::security::{Http, HttpAuthScheme, SecurityRequirement, SecurityScheme};
-        let scheme = SecurityScheme::Http(Http::new(HttpAuthScheme::Bearer));
-        document.components.get_or_insert_default().add_security_scheme("token", scheme);
-        document.security = Some(vec![SecurityRequirement::new("token", Vec::<String>::new())]);
-    }
-}
-
 #[derive(OpenApi)]
 #[openapi(modifiers(&Bearer), info(title = "Volley", description = "Distributed batch fan-out: submit a job, follow it, fetch its results.\n\nAuthenticate with `Authorization: Bearer <token>`. Every answer carries `volley-sequence`; a request that carries it waits until this coordinator has applied that much. Errors have one form (`ErrorBody`).", license(name = "Apache-2.0")),
     components(schemas(volley_jobspecs::api::ErrorBody, volley_jobspecs::api::EventView, volley_jobspecs::api::ResultRow, volley_jobspecs::api::LogLine, volley_jobspecs::api::LogPiece)))]
@@ -173,7 +163,8 @@ fn routes() -> OpenApiRouter<Arc<App>> {
 /// The OpenAPI document, as JSON with a line feed at its end.
 #[must_use]
 pub fn openapi_json() -> String {
-    let (_, document) = routes().split_for_parts();
+    let (_, mut document) = routes().split_for_parts();
+    document::complete(&mut document);
     // A document of text, lists and maps with text keys: there is no failing path.
     let mut text = document.to_pretty_json().unwrap_or_default();
     text.push('\n');

@@ -32,6 +32,7 @@ use super::auth::{Caller, random_hex};
 use super::error::ApiError;
 use super::extract::{QueryOf, body};
 use crate::driver::wall_us;
+use crate::explain;
 use crate::io::items::{self as file_items, Counted, ItemsError};
 use crate::items::{self, Readable, Source, SourceError};
 use crate::state::effects::{Answer, Refusal};
@@ -41,14 +42,18 @@ use crate::uploads::ANY;
 
 /// Longest idempotency key, in bytes: a UUID or a hash with a prefix; kept in memory for a day.
 pub const KEY_BYTES_MAX: usize = 128;
-/// Tasks a dry run shows from each end.
+/// Tasks a dry run shows from each end when the request doesn't say.
 const SHOWN: u32 = 3;
+/// Most of them.
+const SHOWN_MAX: u32 = 100;
 
 /// Submits a job. The same idempotency key with the same spec gives the same job.
 ///
-/// With `dryRun=true` nothing is created: the answer is what the job would be (`PlanAnswer`).
+/// With `dryRun=true` nothing is created: the answer is what the job would be (`PlanAnswer`). Either answer warns when no worker that is
+/// there now could ever run its tasks.
 #[utoipa::path(post, path = "/v1/jobs", operation_id = "submitJob", tag = "jobs", request_body(content_type = "application/json", description = "A job spec, `volley/v1`"),
-    params(("dryRun" = Option<bool>, Query, description = "Only say what it would be"), ("tenant" = Option<String>, Query, description = "Operators: for whom"),
+    params(("dryRun" = Option<bool>, Query, description = "Only say what it would be"),
+        ("show" = Option<u32>, Query, description = "With `dryRun`: so many tasks of the beginning, and of the end; 1 to 100, 3 by default"), ("tenant" = Option<String>, Query, description = "Operators: for whom"),
         ("idempotency-key" = Option<String>, Header, description = "At most 128 printable ASCII characters; kept for a day"),
         ("traceparent" = Option<String>, Header, description = "W3C trace context, version 00: the job goes on with that trace")),
     responses((status = 201, body = SubmitAnswer), (status = 200, body = SubmitAnswer, description = "It existed, or the plan of a dry run"),
@@ -60,8 +65,12 @@ pub async fn submit(
     headers: HeaderMap,
     request: Body,
 ) -> Result<Response, ApiError> {
-    let query = query.only(&["dryRun"])?;
+    let query = query.only(&["dryRun", "show"])?;
     let dry = query.flag("dryRun")?;
+    let show = query.parse::<u32>("show", "a number from 1 to 100")?.unwrap_or(SHOWN);
+    if !(1..=SHOWN_MAX).contains(&show) || (!dry && query.get("show").is_some()) {
+        return Err(ApiError::bad_request(format!("query parameter show: 1 to {SHOWN_MAX}, together with dryRun=true")));
+    }
     let key = idempotency_key(&headers)?;
     let begun = wall_us();
     let bytes = body(request, SPEC_BYTES_MAX, "put the items in a file and name it in items.jsonl").await?;
@@ -69,7 +78,7 @@ pub async fn submit(
     let job = super::blocking(move || Ok(parse_and_validate(&bytes, &features)?)).await?;
     may_read_inputs(&app, &caller, &job).await?;
     if dry {
-        return dry_run(&app, &caller, &job).await.map(|answer| Json(answer).into_response());
+        return dry_run(&app, &caller, &job, show).await.map(|answer| Json(answer).into_response());
     }
     let before = headers.get(HEADER).and_then(|value| value.to_str().ok()?.parse().ok());
     let context = context(&app, before.as_ref())?;
@@ -124,14 +133,21 @@ async fn record(app: &App, caller: &Caller, job: &ValidJob, key: Option<String>,
         None => random_hex(16)?,
     };
     let uploads = if level >= LEVEL_KEEPING { uploads(job) } else { Vec::new() };
+    let warnings = warnings(app, &plan).await?;
     let submit = Submit { actor, idempotency_key, spec_hash, plan, spec, trace: Some(context.to_string()), uploads };
     match app.handle.submit(submit).await? {
-        Answer::Submitted { job, tasks, existed } => Ok(SubmitAnswer { job: job.to_string(), tasks, existed }),
+        Answer::Submitted { job, tasks, existed } => Ok(SubmitAnswer { job: job.to_string(), tasks, existed, warnings }),
         // The handle turns refusals into errors, and a submit is never only done.
         Answer::Done | Answer::Refused(_) => {
             Err(ApiError::unavailable("the submit was answered with something else; ask again with the same key"))
         }
     }
+}
+
+/// What keeps a job from running as things are now. It is taken all the same: workers may come.
+async fn warnings(app: &App, plan: &plan::JobPlan) -> Result<Vec<String>, ApiError> {
+    let needs = plan.needs.clone();
+    Ok(app.handle.read(move |state, _, _| explain::nowhere(state, &needs)).await?.into_iter().collect())
 }
 
 /// Refuses inputs that are Volley's or another tenant's. Of those that a task's values complete the worker judges.
@@ -217,7 +233,7 @@ async fn known(app: &App, caller: &Caller, key: &str, spec_hash: &str) -> Result
     match found {
         None => Ok(None),
         Some(found) if found.spec_hash == spec_hash => {
-            Ok(Some(SubmitAnswer { job: found.job.to_string(), tasks: found.tasks, existed: true }))
+            Ok(Some(SubmitAnswer { job: found.job.to_string(), tasks: found.tasks, existed: true, warnings: Vec::new() }))
         }
         Some(found) => Err(Refusal::KeyReused { key: key.to_owned(), job: found.job }.into()),
     }
@@ -279,7 +295,7 @@ fn refuse_items(file: &ItemFile, error: &ItemsError) -> ApiError {
 }
 
 /// What the job would be. Creates nothing.
-async fn dry_run(app: &App, caller: &Caller, job: &ValidJob) -> Result<PlanAnswer, ApiError> {
+async fn dry_run(app: &App, caller: &Caller, job: &ValidJob, show: u32) -> Result<PlanAnswer, ApiError> {
     let counted = match job.items().file() {
         None => None,
         Some(file) => Some(count(app, caller, file).await?.2),
@@ -297,11 +313,18 @@ async fn dry_run(app: &App, caller: &Caller, job: &ValidJob) -> Result<PlanAnswe
         let resolved = resolved.map_err(|error| ApiError::bad_spec("$.task", format!("task {index}: {error}")))?;
         Ok(task_json(index, &item, &resolved))
     };
-    let first = (0..tasks.min(SHOWN)).map(shown).collect::<Result<_, _>>()?;
-    // A large file's last tasks may lie on a page before the last one, which isn't kept; those that are at hand are shown.
-    let from = counted.as_ref().and_then(|c| c.last.as_ref()).map_or(0, |page| page.entry.first);
-    let last = (tasks.saturating_sub(SHOWN).max(SHOWN).max(from.min(tasks))..tasks).map(shown).collect::<Result<_, _>>()?;
-    Ok(PlanAnswer { tasks, first, last })
+    // Of a large file not every page is kept; those tasks that are at hand are shown.
+    let (near, far) = match &counted {
+        Some(counted) if counted.kept.len() < counted.index.pages.len() => (
+            counted.kept.last().map_or(0, |page| page.entry.first + page.entry.count),
+            counted.last.as_ref().map_or(tasks, |page| page.entry.first),
+        ),
+        Some(_) | None => (tasks, 0),
+    };
+    let first = (0..tasks.min(show).min(near)).map(shown).collect::<Result<_, _>>()?;
+    let last = (tasks.saturating_sub(show).max(show).max(far)..tasks).map(shown).collect::<Result<_, _>>()?;
+    let warnings = warnings(app, &plan(job, tasks)).await?;
+    Ok(PlanAnswer { tasks, first, last, warnings })
 }
 
 fn item_of(counted: &Counted, index: u32) -> Option<Value> {

@@ -10,6 +10,7 @@ use axum::Json;
 use axum::extract::State;
 use volley_jobspecs::api::{AttemptView, ErrorBody, Page, TaskState, TaskView};
 use volley_jobspecs::ids::{AttemptName, JobId, WorkerId};
+use volley_jobspecs::units;
 
 use super::auth::Caller;
 use super::error::ApiError;
@@ -123,7 +124,8 @@ fn select(
 pub fn stored(app: &App, id: JobId, facts: &Facts, index: u32) -> Result<Stored, ApiError> {
     let tasks = facts.plan.tasks;
     if index >= tasks {
-        return Err(ApiError::not_found(format!("job {id} has no task {index}: its {tasks} tasks are counted from 0")));
+        let them = units::counted(u64::from(tasks), "task is", "tasks are");
+        return Err(ApiError::not_found(format!("job {id} has no task {index}: its {them} counted from 0")));
     }
     let page = rows::page(app.handle.rows(), id, index / PAGE_TASKS)?;
     let cells = cells(page.as_ref(), index / PAGE_TASKS, tasks);

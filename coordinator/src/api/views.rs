@@ -8,6 +8,7 @@ use volley_jobspecs::ids::{AttemptName, JobId, WorkerId};
 use volley_jobspecs::keys;
 use volley_jobspecs::wire::report::{AttemptEnd, Ending, Stream};
 
+use crate::leader::HeardOf;
 use crate::state::effects::{AttemptRow, ResultEntry};
 use crate::state::job::{Facts, Progress};
 use crate::state::task::{Cell, Phase};
@@ -207,13 +208,13 @@ pub fn undecided(class: Option<FailureClass>, reason: Option<&str>) -> Option<St
 /// Silence after which a worker is shown as silent, in milliseconds: two beats were missed.
 pub const SILENT_AFTER_MS: u64 = 7_000;
 
-/// A worker. `silent_ms` is known to the leader only.
+/// A worker. `heard` is known to the leader only.
 #[must_use]
-pub fn worker(name: &WorkerId, worker: &Worker, now_ms: u64, silent_ms: Option<u64>) -> WorkerView {
+pub fn worker(name: &WorkerId, worker: &Worker, now_ms: u64, heard: Option<&HeardOf>) -> WorkerView {
     let info = &worker.info;
     let state = match () {
-        () if silent_ms.is_some_and(|ms| ms > SILENT_AFTER_MS) => "silent",
-        () if worker.draining => "draining",
+        () if heard.is_some_and(|heard| heard.silent_ms > SILENT_AFTER_MS) => "silent",
+        () if worker.draining || heard.is_some_and(|heard| heard.draining) => "draining",
         () if worker.quarantined_until_ms > now_ms => "quarantined",
         () => "ready",
     };
@@ -228,7 +229,7 @@ pub fn worker(name: &WorkerId, worker: &Worker, now_ms: u64, silent_ms: Option<u
         disk_bytes: info.disk_bytes,
         isolation: info.isolation.iter().map(|tier| tier.as_str().to_owned()).collect(),
         labels: info.labels.clone(),
-        silent_ms,
+        silent_ms: heard.map(|heard| heard.silent_ms),
         build: info.build.clone(),
         host: info.host.clone(),
     }

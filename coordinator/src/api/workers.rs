@@ -1,6 +1,6 @@
 //! `/v1/workers`: who runs tasks.
 //!
-//! Owns those routes. Silence is known only where the leader is; elsewhere it is left out.
+//! Owns those routes. Silence, and that a worker drains by its own will, is known only where the leader is; elsewhere it is left out.
 
 use std::sync::Arc;
 
@@ -21,7 +21,10 @@ use super::{App, views};
 pub async fn list(State(app): State<Arc<App>>, _caller: Caller, query: QueryOf) -> Result<Json<Vec<WorkerView>>, ApiError> {
     query.only(&[])?;
     let views = app.handle.read(|state, leader, now_ms| {
-        let view = |(name, worker)| views::worker(name, worker, state.head.now_ms, leader.and_then(|leader| leader.silence(name, now_ms)));
+        let view = |(name, worker)| {
+            let heard = leader.and_then(|leader| leader.heard(name, now_ms));
+            views::worker(name, worker, state.head.now_ms, heard.as_ref())
+        };
         state.workers.iter().map(view).collect::<Vec<_>>()
     });
     Ok(Json(views.await?))

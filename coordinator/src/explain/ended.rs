@@ -5,6 +5,7 @@
 use volley_jobspecs::api::{Explanation, JobState};
 use volley_jobspecs::failure::FailureClass;
 use volley_jobspecs::ids::JobId;
+use volley_jobspecs::units;
 use volley_jobspecs::wire::report::{Ending, Timing};
 
 use super::only;
@@ -64,7 +65,8 @@ fn details(task: &EndedTask<'_>, class: Option<FailureClass>) -> Vec<String> {
     let mut details = Vec::new();
     let hidden = task.attempts.len().saturating_sub(TRIES_SHOWN);
     if hidden > 0 {
-        details.push(format!("{hidden} earlier tries: `volley task {} {}` lists them", task.job, task.index));
+        let earlier = units::counted(hidden as u64, "earlier try", "earlier tries");
+        details.push(format!("{earlier}: `volley task {} {}` lists all", task.job, task.index));
     }
     details.extend(task.attempts.iter().skip(hidden).map(|(_, row)| attempt(row)));
     if task.attempts.is_empty() {
@@ -73,8 +75,11 @@ fn details(task: &EndedTask<'_>, class: Option<FailureClass>) -> Vec<String> {
     if let Some(class) = class.filter(|_| cell.phase == Phase::Failed) {
         details.extend(decided_by(task, class));
         details.push(format!(
-            "in this round: {} of {} tries that may fail by themselves ($.task.retry.attempts), {} of {} infra failures ($.task.retry.infraAttempts)",
-            cell.failures, retry.attempts, cell.infra, retry.infra_attempts
+            "in this round: {} of {} ($.task.retry.attempts), {} of {} ($.task.retry.infraAttempts)",
+            cell.failures,
+            units::counted(u64::from(retry.attempts), "try that may fail by itself", "tries that may fail by themselves"),
+            cell.infra,
+            units::count(u64::from(retry.infra_attempts), "infra failure")
         ));
     }
     if cell.held {
@@ -110,11 +115,16 @@ fn decided_by(task: &EndedTask<'_>, class: FailureClass) -> Option<String> {
     Some(match retry::verdict(&task.facts.plan.retry, &before, class, code) {
         Verdict::Rule(place) => format!("$.task.retry.rules[{place}] says that this is not tried again"),
         Verdict::Class if rules == 0 => format!("{class} is not tried again unless a rule in $.task.retry.rules says so; there is none"),
-        Verdict::Class => format!("{class} is not tried again, and none of the {rules} rules in $.task.retry.rules is about it"),
-        Verdict::Budget(budget) if class.is_infra() => {
-            format!("its {budget} tries for infra failures are used up ($.task.retry.infraAttempts)")
+        Verdict::Class => {
+            format!("{class} is not tried again, and of {} in $.task.retry.rules none is about it", units::count(rules as u64, "rule"))
         }
-        Verdict::Budget(budget) => format!("its {budget} tries are used up ($.task.retry.attempts)"),
+        Verdict::Budget(budget) if class.is_infra() => {
+            let them = units::counted(u64::from(budget), "try for infra failures is", "tries for infra failures are");
+            format!("its {them} used up ($.task.retry.infraAttempts)")
+        }
+        Verdict::Budget(budget) => {
+            format!("its {} used up ($.task.retry.attempts)", units::counted(u64::from(budget), "try is", "tries are"))
+        }
         Verdict::Again(_) => "the job was being ended, so it was not tried again".to_owned(),
     })
 }
@@ -155,7 +165,8 @@ pub fn job(id: JobId, facts: &Facts, progress: &Progress) -> Explanation {
         JobState::Failed | JobState::Queued | JobState::Running | JobState::Paused | JobState::Ending => "failed",
     };
     let why = progress.reason.as_deref().filter(|reason| *reason != "cancelled").map_or_else(String::new, |reason| format!(": {reason}"));
-    let mut explanation = only(format!("the job {how}{why}; {} of {} tasks succeeded", counts.succeeded, counts.total));
+    let total = units::count(u64::from(counts.total), "task");
+    let mut explanation = only(format!("the job {how}{why}; {} of {total} succeeded", counts.succeeded));
     let cause = progress.ending.map(|cause| match cause {
         EndCause::Cancelled => "somebody cancelled it",
         EndCause::FailFast => "$.limits.maxFailures ended it before its tasks were done",
@@ -166,11 +177,12 @@ pub fn job(id: JobId, facts: &Facts, progress: &Progress) -> Explanation {
     for class in FailureClass::ALL {
         let count = progress.by_class.get(&(class as u8)).copied().unwrap_or(0);
         let meaning = if class.is_infra() { ", without a verdict" } else { "" };
-        explanation.details.extend((count > 0).then(|| format!("{count} tasks ended as {class}{meaning}")));
+        explanation.details.extend((count > 0).then(|| format!("{} ended as {class}{meaning}", units::count(u64::from(count), "task"))));
     }
     if let Some(class) = progress.rest {
         let count = facts.plan.tasks.saturating_sub(progress.next_fresh);
-        explanation.details.push(format!("{count} of them were never given out, the first is task {} ({class})", progress.next_fresh));
+        let them = units::counted(u64::from(count), "of them was", "of them were");
+        explanation.details.push(format!("{them} never given out, the first is task {} ({class})", progress.next_fresh));
     }
     explanation
         .details

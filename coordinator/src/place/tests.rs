@@ -197,7 +197,7 @@ fn a_late_job_of_higher_priority_goes_first() {
     cluster.run(5_000);
     let vip = cluster.submit("vip", 5, 100, 100);
     let said = explain(&cluster.state, vip, 0, &Heard::default()).summary;
-    assert!(said.contains(&format!("job {hog} holds 16 of the 16 places taken")), "{said}");
+    assert!(said.contains(&format!("job {hog} holds 16 of 16 places taken")), "{said}");
     let took = cluster.until_ended(vip, 2_000);
     assert!(took <= 600, "{took} ms");
     // And the first has its waiting places again.

@@ -7,6 +7,7 @@ use std::collections::BTreeSet;
 use minicbor::{Decode, Encode};
 use volley_jobspecs::failure::FailureClass;
 use volley_jobspecs::ids::{AttemptName, BundleId, JobId, TenantId, WorkerId};
+use volley_jobspecs::units::counted;
 use volley_jobspecs::wire::report::AttemptEnd;
 
 use super::task::Page;
@@ -200,7 +201,10 @@ pub enum Refusal {
     #[error("tenant {0} belongs to every cluster and can't be removed")]
     BuiltIn(TenantId),
     /// A tenant with work to do.
-    #[error("tenant {tenant} has {jobs} jobs that have not ended; wait, or cancel them (`volley --tenant {tenant} jobs` lists them)")]
+    #[error(
+        "tenant {tenant} has {} not ended; wait, or cancel what runs (`volley --tenant {tenant} jobs` lists it)",
+        counted(*jobs as u64, "job that has", "jobs that have")
+    )]
     TenantBusy {
         /// Which.
         tenant: TenantId,

@@ -282,8 +282,7 @@ pub async fn worker(
     ends: impl Fn(AttemptName) -> Option<AttemptEnd> + Send + 'static,
 ) {
     let client = async_nats::connect(url).await.expect("NATS");
-    let jetstream = async_nats::jetstream::new(client.clone());
-    let worker = WorkerId::new(name).expect("a name");
+    let (jetstream, worker) = (async_nats::jetstream::new(client.clone()), WorkerId::new(name).expect("a name"));
     let mut work = client.subscribe(subjects::work(&worker)).await.expect("a subscription");
     let mut beat = Beat {
         worker: worker.clone(),
@@ -295,6 +294,7 @@ pub async fn worker(
         reported: 0,
         draining: false,
         leaving: false,
+        at: Vec::new(),
     };
     tokio::spawn(async move {
         let mut ticks = tokio::time::interval(Duration::from_millis(100));

@@ -7,9 +7,14 @@ use std::collections::BTreeMap;
 use minicbor::{Decode, Encode};
 use serde::Serialize;
 
-use crate::ids::{BundleId, Incarnation, JobId, TenantId, Term, WorkerId};
+use crate::ids::{AttemptName, BundleId, Incarnation, JobId, TenantId, Term, WorkerId};
 use crate::wire::plan::{Isolation, JobPlan, SpecRef};
 use crate::wire::record::Run;
+
+/// A bundle that a worker holds for longer than this, in milliseconds, is not soon over, whatever its job's median says: the leader lets
+/// nothing more wait behind it, and the worker hands back what did, when the leader is heard. Only a bundle that is expected to take a second
+/// may wait, so it lies behind tasks that turned out long, and another worker may be idle.
+pub const YOUNG_BUNDLE_MS_MAX: u64 = 5_000;
 
 /// What a worker has. Said in every beat and recorded when it joins.
 #[derive(Debug, Clone, PartialEq, Eq, Encode, Decode, Serialize)]
@@ -75,6 +80,40 @@ pub struct Beat {
     /// It holds nothing and is about to end.
     #[n(8)]
     pub leaving: bool,
+    /// What its slots are at; of an older build nothing.
+    #[n(9)]
+    #[cbor(default)]
+    pub at: Vec<At>,
+}
+
+/// What a slot is at.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode)]
+#[cbor(map)]
+pub struct At {
+    /// The attempt.
+    #[n(0)]
+    pub name: AttemptName,
+    /// How far it is.
+    #[n(1)]
+    pub stage: AtStage,
+    /// For how long, in milliseconds.
+    #[n(2)]
+    pub for_ms: u64,
+}
+
+/// How far an attempt is that has a slot.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode)]
+#[cbor(index_only)]
+pub enum AtStage {
+    /// Inputs and machine are made ready.
+    #[n(0)]
+    Preparing,
+    /// The command runs.
+    #[n(1)]
+    Running,
+    /// Outputs and logs are kept.
+    #[n(2)]
+    Keeping,
 }
 
 /// What a worker holds of one bundle.

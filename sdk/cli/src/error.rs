@@ -12,6 +12,7 @@ use volley_sdk::Error;
 
 use crate::exit::Exit;
 use crate::out::Format;
+use crate::table::count;
 
 /// What a verb fails with.
 #[derive(Debug, thiserror::Error)]
@@ -117,8 +118,7 @@ impl CliError {
     fn message(&self) -> String {
         match self {
             Self::Sdk(Error::Refused { body, .. }) if !body.problems.is_empty() => {
-                let count = body.problems.len();
-                let mut text = format!("{count} problem{} in the job spec; nothing was created:", if count == 1 { "" } else { "s" });
+                let mut text = format!("{} in the job spec; nothing was created:", count(body.problems.len() as u64, "problem"));
                 for (number, problem) in (1..).zip(&body.problems) {
                     text.push_str(&format!("\n  {number}. {}: {}", problem.path, problem.message));
                 }

@@ -59,6 +59,18 @@ Exit codes:
   124  `wait --timeout` ran out
   130  interrupted; the job goes on";
 
+/// The list for `--help` of what starts processes.
+pub const SERVE_EXIT_CODES_HELP: &str = "\
+Exit codes:
+  0    ended by a signal
+  2    bad arguments
+  65   the directory, bucket or log is in use, another cluster's, or damaged
+  69   a port is taken, nats-server is missing or ends, NATS or S3 can't be reached
+  70   something that should not happen
+  74   a file or directory can't be read or written, or the disk is full
+  77   no permission on a file, a directory or a port, or NATS refuses the user
+  78   no home directory, or telemetry is configured wrongly";
+
 impl Exit {
     /// The number.
     #[must_use]

@@ -39,12 +39,20 @@ pub struct Tally {
     groups: BTreeMap<(String, String), (u32, u32, String)>,
     failures: u64,
     rows: u64,
+    remarks: u64,
+}
+
+/// Did the task succeed with something to be said, such as that an output was skipped?
+#[must_use]
+pub fn is_remark(row: &ResultRow) -> bool {
+    row.state == TaskState::Succeeded && row.message.is_some()
 }
 
 impl Tally {
     /// Takes a row; one that succeeded counts as read only.
     pub fn add(&mut self, row: &ResultRow) {
         self.rows += 1;
+        self.remarks += u64::from(is_remark(row));
         if row.state == TaskState::Succeeded {
             return;
         }
@@ -72,6 +80,12 @@ impl Tally {
     #[must_use]
     pub fn rows(&self) -> u64 {
         self.rows
+    }
+
+    /// How many of them succeeded with remarks.
+    #[must_use]
+    pub fn remarks(&self) -> u64 {
+        self.remarks
     }
 
     /// How many of them had not succeeded.

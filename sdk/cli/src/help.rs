@@ -5,7 +5,7 @@
 
 use clap::{Arg, Command};
 
-use crate::exit::EXIT_CODES_HELP;
+use crate::exit::{EXIT_CODES_HELP, SERVE_EXIT_CODES_HELP};
 
 /// Most characters of a flag's line, without its name, before its default is left to `--help`: with the longest names it still fits
 /// a terminal of 100 columns.
@@ -80,7 +80,9 @@ fn each(command: Command, path: &str) -> Command {
     match EXAMPLES.iter().find(|(verb, _)| *verb == path) {
         Some((_, lines)) => {
             let lines: String = lines.lines().map(|line| format!("\n  {line}")).collect();
-            command.after_long_help(format!("Examples:{lines}"))
+            let serves = GROUPS[0].1.contains(&path);
+            let codes = if serves { format!("\n\n{SERVE_EXIT_CODES_HELP}") } else { String::new() };
+            command.after_long_help(format!("Examples:{lines}{codes}"))
         }
         None => command,
     }
@@ -165,6 +167,8 @@ mod tests {
                 assert!(parsed.is_ok(), "{line}: {}", parsed.err().map(|e| e.to_string()).unwrap_or_default());
             }
         }
+        let up = found.iter().find(|(path, _)| path == "up").map(|(_, command)| command.clone().render_long_help().to_string());
+        assert!(up.is_some_and(|text| text.contains("nats-server is missing")));
         let worker = found.iter().find(|(path, _)| path == "worker").map(|(_, command)| command.clone().render_long_help().to_string());
         assert!(worker.is_some_and(|text| text.contains("[env: VOLLEY_TASK_USERS]") && text.contains("[env: AWS_REGION]")));
     }

@@ -24,6 +24,8 @@ pub struct Summary {
     pub failures: Vec<Group>,
     /// They come from so many result rows; fewer than there are when the job is large.
     pub rows_read: u64,
+    /// How many of those rows are successes with a remark.
+    pub remarks: u64,
     /// What the command exits with.
     pub exit_code: u8,
 }
@@ -31,9 +33,9 @@ pub struct Summary {
 impl Summary {
     /// Puts it together.
     #[must_use]
-    pub fn new(job: JobView, failures: Vec<Group>, rows_read: u64) -> Self {
+    pub fn new(job: JobView, failures: Vec<Group>, rows_read: u64, remarks: u64) -> Self {
         let exit_code = Exit::of_job(&job).code();
-        Self { job, failures, rows_read, exit_code }
+        Self { job, failures, rows_read, remarks, exit_code }
     }
 
     /// For people.
@@ -53,6 +55,7 @@ impl Summary {
         };
         text.push_str(&fields(&[
             ("  succeeded", counts.succeeded.to_string()),
+            ("    with remarks", remarks(&job.job, self.remarks)),
             ("  failed", number(counts.failed)),
             ("  without verdict", number(counts.infra_failed)),
             ("  cancelled", number(counts.cancelled)),
@@ -69,7 +72,7 @@ impl Summary {
             let rows = self.failures.iter().map(row).collect();
             text.push_str(&format!("\n{}", table(&["  TASKS", "CLASS", "FIRST", "MESSAGE"], rows)));
             if self.rows_read < u64::from(counts.total) {
-                text.push_str(&format!("  (of the first {} results)\n", self.rows_read));
+                text.push_str(&format!("  (of the first {})\n", count(self.rows_read, "result")));
             }
         }
         text.push_str(&format!("\noutputs and logs: {}\n", job.objects));
@@ -90,6 +93,12 @@ impl Summary {
             None => format!("next: `volley results {job}`, `volley outputs get {job}`\n"),
         }
     }
+}
+
+/// How many tasks succeeded with something to be said, and how to see it; nothing when none did.
+#[must_use]
+pub fn remarks(job: &str, number: u64) -> String {
+    if number == 0 { String::new() } else { format!("{number} (`volley results {job} --remarks`)") }
 }
 
 /// A job's state in a word, as its JSON has it.
@@ -115,7 +124,7 @@ mod tests {
     fn the_summary_says_what_where_and_what_next() {
         let counts = TaskCounts { total: 4, succeeded: 2, failed: 2, ..TaskCounts::default() };
         let group = Group { class: "exit_code".into(), message: "exit code 1".into(), tasks: 2, first: 3 };
-        let summary = Summary::new(job(JobState::Failed, counts, Some(1)), vec![group], 4);
+        let summary = Summary::new(job(JobState::Failed, counts, Some(1)), vec![group], 4, 0);
         assert_eq!(
             summary.text(),
             "
@@ -138,13 +147,21 @@ next: `volley results j7 --failed`, `volley logs j7 3`, `volley outputs get j7`,
     }
 
     #[test]
+    fn successes_with_remarks_are_counted_when_there_are_any() {
+        let counts = TaskCounts { total: 4, succeeded: 4, ..TaskCounts::default() };
+        let text = |remarks| Summary::new(job(JobState::Succeeded, counts.clone(), Some(0)), Vec::new(), 4, remarks).text();
+        assert!(text(2).contains("\n  succeeded       4\n    with remarks  2 (`volley results j7 --remarks`)\n"), "{}", text(2));
+        assert!(!text(0).contains("remarks"));
+    }
+
+    #[test]
     fn logs_are_those_of_a_failed_task_and_never_of_a_cancelled_one() {
         let group = |class: &str, first| Group { class: class.into(), message: String::new(), tasks: 2, first };
         let counts = TaskCounts { total: 4, failed: 1, cancelled: 3, ..TaskCounts::default() };
-        let stopped = Summary::new(job(JobState::Failed, counts, Some(1)), vec![group("cancelled", 1), group("exit_code", 3)], 4);
+        let stopped = Summary::new(job(JobState::Failed, counts, Some(1)), vec![group("cancelled", 1), group("exit_code", 3)], 4, 0);
         assert!(stopped.next().contains("`volley logs j7 3`"), "{}", stopped.next());
         let counts = TaskCounts { total: 4, cancelled: 4, ..TaskCounts::default() };
-        let cancelled = Summary::new(job(JobState::Cancelled, counts, Some(4)), vec![group("cancelled", 1)], 4);
+        let cancelled = Summary::new(job(JobState::Cancelled, counts, Some(4)), vec![group("cancelled", 1)], 4, 0);
         assert_eq!(cancelled.next(), "");
     }
 }

@@ -3,6 +3,7 @@
 //! Owns their look: columns of text under capitals, nothing drawn, so that they can be cut with the usual tools. Does not own rows.
 
 use comfy_table::{ContentArrangement, Table, presets};
+pub use volley_jobspecs::units::{count, counted};
 
 /// A table. Without rows: its header alone. Cells must be single lines without control characters (`clean::cell`).
 #[must_use]
@@ -23,12 +24,6 @@ pub fn fields(pairs: &[(&str, String)]) -> String {
     let shown: Vec<&(&str, String)> = pairs.iter().filter(|(_, value)| !value.is_empty()).collect();
     let width = shown.iter().map(|(name, _)| name.len()).max().unwrap_or(0);
     shown.iter().map(|(name, value)| format!("{name:width$}  {value}\n")).collect()
-}
-
-/// A number with its noun: `1 task`, `2 tasks`.
-#[must_use]
-pub fn count(number: u64, noun: &str) -> String {
-    format!("{number} {noun}{}", if number == 1 { "" } else { "s" })
 }
 
 #[cfg(test)]

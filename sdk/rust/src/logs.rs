@@ -1,7 +1,8 @@
 //! What tasks write to stdout and stderr.
 //!
-//! Owns these streams, and coming back after a broken connection without repeating a byte. What was written while the connection was
-//! away is missing in what comes live: of a task that is told ([`LogStream::missed`]), and what is kept has it once the try has ended.
+//! Owns these streams, and coming back after a broken connection without repeating a byte. What comes live begins with what was written
+//! before. Of much output the middle of that is missing, and of a job what was written while the connection was away: of a task it is told
+//! ([`LogStream::missed`]), and what is kept may have it once the try has ended.
 
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
@@ -64,7 +65,8 @@ impl LogStream {
         }
     }
 
-    /// How many bytes are missing before the last chunk, since this was last asked: they were written while the connection was away.
+    /// How many bytes are missing before the last chunk, since this was last asked: the worker doesn't hold them any more, or they were lost
+    /// on their way.
     pub fn missed(&mut self) -> u64 {
         match &mut self.0 {
             Kind::Kept(_) => 0,
@@ -117,11 +119,8 @@ impl Followed {
             return None;
         }
         let next = &mut self.next[usize::from(piece.stream == "stderr")];
-        if let Some((attempt, offset)) = *next
-            && attempt == piece.attempt
-        {
-            self.missed += piece.offset.saturating_sub(offset);
-        }
+        let behind = next.filter(|(attempt, _)| *attempt == piece.attempt).map_or(0, |(_, offset)| offset);
+        self.missed += piece.offset.saturating_sub(behind);
         *next = Some((piece.attempt, piece.offset + bytes.len() as u64));
         self.after = Some(piece.cursor);
         Some(Bytes::from(bytes))
@@ -213,7 +212,7 @@ impl Client {
         Ok(LogStream(Kind::Followed(Box::new(followed))))
     }
 
-    /// What the tasks of a job write from now on. Nothing is sent before the first piece is asked for.
+    /// What the tasks of a job write, beginning with a little of what those that run wrote before. Nothing is sent before the first piece is asked for.
     #[must_use]
     pub fn job_logs(&self, job: JobId) -> JobLogs {
         JobLogs { client: self.clone(), job, lines: None, patience: Patience::new(self.clone()) }

@@ -85,7 +85,7 @@ pub struct SubmitOptions {
 }
 
 /// A job that was submitted.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Submitted {
     /// The job.
     pub job: JobId,
@@ -93,6 +93,8 @@ pub struct Submitted {
     pub tasks: u32,
     /// Was it there already, under the same key?
     pub existed: bool,
+    /// What keeps it from running as things are now, for people; workers may come.
+    pub warnings: Vec<String>,
 }
 
 impl Client {
@@ -135,15 +137,17 @@ impl Client {
             doing: call.doing.clone(),
             why: error.to_string(),
         })?;
-        Ok(Submitted { job, tasks: answer.tasks, existed: answer.existed })
+        Ok(Submitted { job, tasks: answer.tasks, existed: answer.existed, warnings: answer.warnings })
     }
 
-    /// Asks the cluster what a submit would create. Creates nothing.
+    /// Asks the cluster what a submit would create, and to show so many tasks of its beginning, and of its end: 1 to 100, or as many as it
+    /// thinks. Creates nothing.
     ///
     /// # Errors
     /// As [`Client::submit`].
-    pub async fn plan(&self, spec: impl Into<Spec>) -> Result<PlanAnswer, Error> {
-        self.json(&Call::post(&["jobs"], "plan the job").query("dryRun", true).json_text(spec.into().0)).await
+    pub async fn plan(&self, spec: impl Into<Spec>, show: Option<u32>) -> Result<PlanAnswer, Error> {
+        let call = Call::post(&["jobs"], "plan the job").query("dryRun", true).query_if("show", show);
+        self.json(&call.json_text(spec.into().0)).await
     }
 }
 

@@ -17,6 +17,7 @@ use tokio::io::{AsyncSeekExt, AsyncWriteExt};
 use super::oci::{ACCEPT, DOCUMENT_BYTES_MAX, Digest, DocumentError, Named};
 use super::reference::{Reference, Wanted};
 use super::store::{PutError, Store};
+use crate::error::chain;
 
 /// How long a registry may take to accept a connection.
 const CONNECT_TIME: Duration = Duration::from_secs(10);
@@ -421,17 +422,6 @@ async fn read_all(mut answer: Response, bytes_max: u64) -> Result<Vec<u8>, Unrea
         }
     }
     Ok(bytes)
-}
-
-/// An error with its causes: the last one says what really happened.
-fn chain(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut source = error.source();
-    while let Some(cause) = source {
-        text = format!("{text}: {cause}");
-        source = cause.source();
-    }
-    text
 }
 
 #[cfg(test)]

@@ -10,6 +10,7 @@ use backon::{ExponentialBuilder, Retryable};
 use sha2::{Digest, Sha256};
 use tokio::io::AsyncWriteExt;
 
+use crate::error::chain;
 use crate::ports::{Moved, ObjectError};
 
 /// How long a server may take to accept a connection.
@@ -64,17 +65,6 @@ async fn fetch(client: &reqwest::Client, url: &str, path: &Path) -> Result<Moved
     }
     file.flush().await.map_err(|e| failed(&format!("{}: {e}", path.display())))?;
     Ok(Moved { bytes, sha256: hex::encode(hash.finalize()) })
-}
-
-/// An error with its causes: the last one says what really happened.
-fn chain(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut source = error.source();
-    while let Some(cause) = source {
-        text = format!("{text}: {cause}");
-        source = cause.source();
-    }
-    text
 }
 
 fn client() -> Result<&'static reqwest::Client, ObjectError> {

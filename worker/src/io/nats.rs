@@ -13,8 +13,9 @@ use bytes::Bytes;
 use futures::StreamExt;
 use tokio::sync::mpsc;
 use volley_jobspecs::ids::{JobId, WorkerId};
-use volley_jobspecs::subjects;
+use volley_jobspecs::wire::live::Watch;
 use volley_jobspecs::wire::trace::{HEADER, TraceContext};
+use volley_jobspecs::{subjects, wire};
 
 use crate::ports::{Bus, BusError, Incoming};
 
@@ -88,15 +89,17 @@ impl Bus for NatsBus {
         Ok(receiver)
     }
 
-    async fn watches(&self) -> Result<mpsc::Receiver<JobId>, BusError> {
+    async fn watches(&self) -> Result<mpsc::Receiver<(JobId, Watch)>, BusError> {
         let subscribed = self.client.subscribe(subjects::WATCH_ALL).await;
         let mut messages = subscribed.map_err(|e| BusError::Refused(format!("subscribing to {}: {e}", subjects::WATCH_ALL)))?;
         let (sender, receiver) = mpsc::channel(WATCHES_MAX);
         tokio::spawn(async move {
             while let Some(message) = messages.next().await {
                 let job = message.subject.rsplit('.').next().and_then(|job| job.parse().ok());
+                // One of a newer build that can't be read still says that somebody watches; most are empty.
+                let watch = wire::decode::<Watch>("watch", &message.payload).unwrap_or_default();
                 if let Some(job) = job
-                    && sender.send(job).await.is_err()
+                    && sender.send((job, watch)).await.is_err()
                 {
                     return;
                 }

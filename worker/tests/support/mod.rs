@@ -14,6 +14,7 @@ use volley_jobspecs::ids::{BundleId, Incarnation, JobId, TenantId, Term, WorkerI
 use volley_jobspecs::parse::parse_and_validate;
 use volley_jobspecs::spec::Isolation;
 use volley_jobspecs::validate::Features;
+use volley_jobspecs::wire::live::Watch;
 use volley_jobspecs::wire::plan::SpecRef;
 use volley_jobspecs::wire::record::Record;
 use volley_jobspecs::wire::report::AttemptEnd;
@@ -32,7 +33,7 @@ pub struct FakeBus(Arc<FakeBusState>);
 
 pub struct FakeBusState {
     work: Mutex<Option<mpsc::Sender<Incoming>>>,
-    pub watches: Mutex<Option<mpsc::Sender<JobId>>>,
+    pub watches: Mutex<Option<mpsc::Sender<(JobId, Watch)>>>,
     answers: Mutex<Vec<WorkAnswer>>,
     pub beats: Mutex<Vec<Beat>>,
     jobs: Mutex<BTreeMap<JobId, Vec<u8>>>,
@@ -55,7 +56,7 @@ impl Bus for FakeBus {
         *self.0.work.lock().unwrap() = Some(sender);
         Ok(receiver)
     }
-    async fn watches(&self) -> Result<mpsc::Receiver<JobId>, BusError> {
+    async fn watches(&self) -> Result<mpsc::Receiver<(JobId, Watch)>, BusError> {
         let (sender, receiver) = mpsc::channel(64);
         *self.0.watches.lock().unwrap() = Some(sender);
         Ok(receiver)

@@ -8,9 +8,10 @@ use crate::clean;
 use crate::ctx::Ctx;
 use crate::error::CliError;
 use crate::exit::Exit;
-use crate::summary::state;
+use crate::summary::{self, state};
 use crate::table::fields;
 use crate::units;
+use crate::verbs::run::remarks;
 
 /// Arguments.
 #[derive(Debug, clap::Args)]
@@ -30,12 +31,14 @@ pub async fn run(ctx: &Ctx, args: Args) -> Result<Exit, CliError> {
         ctx.out.show(&spec, || format!("{spec:#}\n"))?;
     } else {
         let job = client.job(args.job).await?;
-        ctx.out.show(&job, || text(&job, Timestamp::now()))?;
+        // Of the job itself nobody knows; who reads JSON asks for the rows.
+        let remarks = if ctx.out.json() { 0 } else { remarks(&client, &job).await? };
+        ctx.out.show(&job, || text(&job, remarks, Timestamp::now()))?;
     }
     Ok(Exit::Success)
 }
 
-fn text(job: &JobView, now: Timestamp) -> String {
+fn text(job: &JobView, with_remarks: u64, now: Timestamp) -> String {
     let counts = &job.tasks;
     let number = |number: u32| {
         if number == 0 { String::new() } else { number.to_string() }
@@ -52,6 +55,7 @@ fn text(job: &JobView, now: Timestamp) -> String {
         ("  running", number(counts.running)),
         ("  to be retried", number(counts.backoff)),
         ("  succeeded", number(counts.succeeded)),
+        ("    with remarks", summary::remarks(&job.job, with_remarks)),
         ("  failed", number(counts.failed)),
         ("  without verdict", number(counts.infra_failed)),
         ("  cancelled", number(counts.cancelled)),
@@ -80,7 +84,7 @@ mod tests {
     fn a_job_is_shown_without_what_is_zero() {
         let now = "2026-01-01T00:02:00Z".parse().unwrap_or_else(|e| panic!("{e}"));
         let counts = TaskCounts { total: 4, succeeded: 2, failed: 2, ..TaskCounts::default() };
-        let text = text(&testing::job(JobState::Failed, counts, Some(1)), now);
+        let text = text(&testing::job(JobState::Failed, counts, Some(1)), 0, now);
         assert!(text.contains("submitted    2026-01-01T00:00:00Z (2m00s ago)\n"), "{text}");
         assert!(text.contains("  failed     2\n") && !text.contains("cancelled") && !text.contains("round"), "{text}");
     }

@@ -9,6 +9,7 @@ use crate::clean::Filter;
 use crate::ctx::Ctx;
 use crate::error::CliError;
 use crate::exit::Exit;
+use crate::table::counted;
 use crate::tag::Tagger;
 
 /// Arguments.
@@ -18,7 +19,7 @@ pub struct Args {
     job: JobId,
     /// The task, counted from 0. Left out: all tasks, each line tagged with its task.
     task: Option<u32>,
-    /// Shows what is written from now on, until the task or the job has ended.
+    /// Shows what was written so far and what follows. Until the task or the job has ended.
     #[arg(short, long)]
     follow: bool,
     /// Which stream.
@@ -78,8 +79,8 @@ async fn one(client: &Client, args: &Args, task: u32, writer: &mut Writer<'_>) -
         while let Some(chunk) = logs.chunk().await? {
             let missed = logs.missed();
             if missed > 0 {
-                let later = format!("`volley logs {} {task}` has them once the try has ended", args.job);
-                writer.ctx.out.note(&format!("{missed} bytes are missing here, written while the connection was away; {later}"));
+                let later = format!("once the try has ended, `volley logs {} {task}` has what was kept of it", args.job);
+                writer.ctx.out.note(&format!("{} left out here; {later}", counted(missed, "byte is", "bytes are")));
             }
             writer.text(&chunk)?;
         }
@@ -150,6 +151,13 @@ async fn all_stored(client: &Client, args: &Args, writer: &mut Writer<'_>) -> Re
             piece(writer, index, stream, utf8.finish())?;
             writer.text(&tagger.end())?;
         }
+    }
+    let running = u64::from(client.job(args.job).await?.tasks.running);
+    if running > 0 {
+        let (them, job) = (counted(running, "task is", "tasks are"), args.job);
+        writer.ctx.out.note(&format!(
+            "{them} with workers still: `volley logs {job} TASK` shows what one wrote so far, `volley logs -f {job}` what all write"
+        ));
     }
     Ok(())
 }

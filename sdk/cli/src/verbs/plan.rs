@@ -13,6 +13,7 @@ use crate::error::CliError;
 use crate::exit::Exit;
 use crate::spec_file::{Loaded, SpecArgs};
 use crate::table::{count, fields};
+use crate::verbs::submit::warn;
 
 /// Bytes of an items file read at once.
 const READ_BYTES: usize = 1 << 20;
@@ -41,7 +42,8 @@ pub async fn run(ctx: &Ctx, args: Args) -> Result<Exit, CliError> {
     if args.server {
         let client = ctx.client()?;
         let text = loaded.upload(ctx, &client).await?;
-        let answer = client.plan(text).await?;
+        let answer = client.plan(text, u32::try_from(args.show).ok()).await?;
+        warn(ctx, &answer.warnings);
         ctx.out.show(&answer, || tasks_text(name, u64::from(answer.tasks), answer.first.iter().chain(&answer.last)))?;
         return Ok(Exit::Success);
     }

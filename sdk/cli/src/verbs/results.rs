@@ -11,6 +11,7 @@ use crate::clean;
 use crate::ctx::Ctx;
 use crate::error::CliError;
 use crate::exit::Exit;
+use crate::failures::is_remark;
 use crate::progress::Line;
 use crate::summary::word;
 use crate::table::count;
@@ -28,6 +29,9 @@ pub struct Args {
     /// Only tasks that did not succeed.
     #[arg(long)]
     failed: bool,
+    /// Only tasks that succeeded with a remark. Such as: processes that had to be killed, output that was skipped or is cut.
+    #[arg(long, conflicts_with = "failed")]
+    remarks: bool,
     /// Also rows that a rerun superseded. Without, each task has one row, its present one.
     #[arg(long)]
     all: bool,
@@ -46,7 +50,7 @@ pub struct Args {
 pub async fn run(ctx: &Ctx, args: Args) -> Result<Exit, CliError> {
     let client = if args.follow { ctx.patient_client()? } else { ctx.client()? };
     let mut results = client.results(args.job, ResultsQuery { after: args.after, follow: args.follow, superseded: args.all });
-    let wanted = |row: &ResultRow| !args.failed || row.state != TaskState::Succeeded;
+    let wanted = |row: &ResultRow| (!args.failed || row.state != TaskState::Succeeded) && (!args.remarks || is_remark(row));
     match args.out {
         Some(path) => {
             let mut sink = Sink::open(ctx.out, &path)?;

@@ -21,6 +21,8 @@ use crate::verbs::submit;
 const SUMMARY_ROWS_MAX: u64 = 50_000;
 /// Most failures read for them: by then the largest groups are known.
 const SUMMARY_FAILURES_MAX: u64 = 2_000;
+/// Largest job whose results are read for remarks alone, in tasks: a fraction of a second. `volley results --remarks` reads any.
+const REMARK_ROWS_MAX: u64 = 2_000;
 /// Groups shown.
 const GROUPS_SHOWN: usize = 5;
 
@@ -66,8 +68,8 @@ pub async fn run(ctx: &Ctx, args: Args) -> Result<Exit, CliError> {
     };
     if let Some(sink) = &mut sink {
         sink.finish()?;
-    } else if ended.tasks.succeeded < ended.tasks.total {
-        tally = failures(&client, job).await?;
+    } else if ended.tasks.succeeded < ended.tasks.total || u64::from(ended.tasks.total) <= REMARK_ROWS_MAX {
+        tally = read(&client, job).await?;
     }
     let to_stderr = sink.as_ref().is_some_and(Sink::is_stdout);
     show(ctx.out, to_stderr, ended, &tally)
@@ -76,7 +78,7 @@ pub async fn run(ctx: &Ctx, args: Args) -> Result<Exit, CliError> {
 /// Says what came of a job.
 fn show(out: Out, to_stderr: bool, job: JobView, tally: &Tally) -> Result<Exit, CliError> {
     let exit = Exit::of_job(&job);
-    let summary = Summary::new(job, tally.top(GROUPS_SHOWN), tally.rows());
+    let summary = Summary::new(job, tally.top(GROUPS_SHOWN), tally.rows(), tally.remarks());
     if to_stderr {
         out.note(&summary.text());
     } else {
@@ -85,8 +87,17 @@ fn show(out: Out, to_stderr: bool, job: JobView, tally: &Tally) -> Result<Exit, 
     Ok(exit)
 }
 
+/// Counts remarks, where a job is small enough that its results are read for them alone.
+pub(crate) async fn remarks(client: &Client, job: &JobView) -> Result<u64, CliError> {
+    let id = match job.job.parse() {
+        Ok(id) if job.tasks.succeeded > 0 && u64::from(job.tasks.total) <= REMARK_ROWS_MAX => id,
+        _ => return Ok(0),
+    };
+    Ok(read(client, id).await?.remarks())
+}
+
 /// Reads results until the largest groups of failures are known.
-async fn failures(client: &Client, job: JobId) -> Result<Tally, CliError> {
+async fn read(client: &Client, job: JobId) -> Result<Tally, CliError> {
     let mut tally = Tally::default();
     let mut results = client.results(job, ResultsQuery::now());
     while tally.rows() < SUMMARY_ROWS_MAX && tally.failures() < SUMMARY_FAILURES_MAX {

@@ -3,11 +3,15 @@
 use serde_json::json;
 use volley_sdk::{Client, IdempotencyKey, SubmitOptions, Submitted};
 
+use crate::clean;
 use crate::ctx::Ctx;
 use crate::error::CliError;
 use crate::exit::Exit;
 use crate::spec_file::SpecArgs;
 use crate::table::count;
+
+/// Longest warning shown, in characters.
+const WARNING_CHARS: usize = 500;
 
 /// Arguments.
 // Without a group of its own, since `run` has these arguments too and a group's name must be unique.
@@ -49,5 +53,13 @@ pub(crate) async fn submit(ctx: &Ctx, client: &Client, args: &Args) -> Result<Su
     let name = &loaded.job.spec().name;
     let known = if submitted.existed { " (was there already, under the same key)" } else { "" };
     ctx.out.note(&format!("{}: {name}, {}{known}", submitted.job, count(u64::from(submitted.tasks), "task")));
+    warn(ctx, &submitted.warnings);
     Ok(submitted)
+}
+
+/// Says what keeps a job from running as things are now. Not in JSON on standard output alone: who reads that may not look.
+pub(crate) fn warn(ctx: &Ctx, warnings: &[String]) {
+    for warning in warnings {
+        ctx.out.note(&format!("warning: {}", clean::cell(warning, WARNING_CHARS)));
+    }
 }

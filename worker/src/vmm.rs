@@ -332,6 +332,15 @@ impl Disk {
             let (bytes, slot) = (self.bytes, slot.name());
             return Err(VmmError::Slot(format!("a disk of {bytes} bytes can't be put into {slot}: sizes are multiples of {SECTOR_BYTES}")));
         }
+        if let Source::File(file) = &self.source {
+            let stat = rustix::fs::fstat(file).map_err(|e| io_error("looking at a disk's file")(e.into()))?;
+            let regular = crate::beneath::kind(&stat) == rustix::fs::FileType::RegularFile;
+            // QEMU would make it fit, and Firecracker take it as it is.
+            if regular && u64::try_from(stat.st_size) != Ok(self.bytes) {
+                let (bytes, slot, found) = (self.bytes, slot.name(), stat.st_size);
+                return Err(VmmError::Slot(format!("a disk of {bytes} bytes for {slot} has a file of {found} bytes")));
+            }
+        }
         Ok(())
     }
 }

@@ -17,7 +17,6 @@ use std::time::Duration;
 use futures::FutureExt;
 use futures::future::BoxFuture;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio::net::UnixStream;
 use tokio::time::Instant;
 
 use super::console::Tail;
@@ -26,8 +25,8 @@ use super::kvm::Kvm;
 use super::spawner::proto::Exited;
 use super::spawner::{Launch, MachineSpawner, Process, Program, SpawnError};
 use super::{
-    Accelerator, Boot, Capabilities, Disk, FORMAT, Identity, Kind, PORT_NUMBER, SLOTS, Size, Slot, Snapshot, Source, Version, Vm, Vmm,
-    VmmError, io_error,
+    Accelerator, Boot, Capabilities, Disk, FORMAT, Identity, Kind, PORT_NUMBER, Size, Slot, Snapshot, Source, Version, Vm, Vmm, VmmError,
+    io_error,
 };
 use crate::guest::Stream;
 use api::Api;
@@ -152,10 +151,9 @@ impl Firecracker {
         let process = self.spawner.launch(&launch).await?;
         drop(launch);
         drop((its_console, its_errors));
-        let path = process.dir().join(bodies::API_SOCKET);
         // Whichever comes first: a process that ends makes no socket.
         let api = tokio::select! {
-            api = Api::connect(&path, START_WAIT) => api,
+            api = Api::connect(&process, bodies::API_SOCKET, START_WAIT) => api,
             exited = process.exited() => {
                 let end = exited.map_or_else(|why| why.to_string(), |exited| format!("{exited:?}"));
                 Err(VmmError::Ended { vmm: Kind::Firecracker, what: "its start".to_owned(), end, said: String::new() })
@@ -166,7 +164,7 @@ impl Firecracker {
             Err(why) => return Err(explained(why, &process, &console, &errors).await),
         };
         let made_by = self.capabilities.identity.clone();
-        Ok(FirecrackerVm { api, process, console, errors, saves: None, root: root.cloned(), size, made_by, contents: [0; SLOTS] })
+        Ok(FirecrackerVm { api, process, console, errors, saves: None, root: root.cloned(), size, made_by, newest: 0 })
     }
 }
 
@@ -204,8 +202,8 @@ struct FirecrackerVm {
     root: Option<Arc<File>>,
     size: Size,
     made_by: Identity,
-    /// How many disks each slot has had.
-    contents: [u32; SLOTS],
+    /// The newest number of a slot's content ([`Slot::content`]).
+    newest: u32,
 }
 
 impl FirecrackerVm {
@@ -244,13 +242,10 @@ impl FirecrackerVm {
             let (user, group) = (rustix::fs::Uid::from_raw(user), rustix::fs::Gid::from_raw(user));
             rustix::fs::fchown(&file, Some(user), Some(group)).map_err(|e| io_error("giving a disk to a machine")(e.into()))?;
         }
-        let content = slot.content(self.contents.get(slot.index()).copied().unwrap_or_default() + 1);
+        self.newest += 1;
+        let content = slot.content(self.newest);
         self.process.attach(&content, file.as_fd()).await?;
-        self.call(bodies::swap(slot, &content), CALL_WAIT).await?;
-        if let Some(number) = self.contents.get_mut(slot.index()) {
-            *number += 1;
-        }
-        Ok(())
+        self.call(bodies::swap(slot, &content), CALL_WAIT).await
     }
 
     /// Asks Firecracker for the agent's port until it listens.
@@ -278,7 +273,7 @@ impl FirecrackerVm {
 
     /// One try, as `docs/vsock.md` of Firecracker describes it. Refused: the connection is closed.
     async fn try_once(&self) -> io::Result<Box<dyn Stream>> {
-        let mut socket = UnixStream::connect(self.process.dir().join(bodies::VSOCK)).await?;
+        let mut socket = self.process.connect(bodies::VSOCK).await?;
         socket.write_all(format!("CONNECT {PORT_NUMBER}\n").as_bytes()).await?;
         let mut answer = Vec::new();
         // Byte by byte: what comes behind the line is the agent's.

@@ -173,6 +173,7 @@ impl Qemu {
             size: arguments.size,
             made_by: self.capabilities.identity.clone(),
             contents: [0; SLOTS],
+            newest: 0,
             sets: arguments::ROOT_SET,
         };
         // Memory stays in its file, and the end of a migration is told.
@@ -241,8 +242,10 @@ struct QemuVm {
     root: Option<Arc<File>>,
     size: Size,
     made_by: Identity,
-    /// How many disks each slot has had.
+    /// What lies in each slot ([`Slot::content`]).
     contents: [u32; SLOTS],
+    /// The newest number of a content; one that could not be put in keeps its own.
+    newest: u32,
     /// The newest set of descriptors.
     sets: u32,
 }
@@ -263,7 +266,11 @@ impl QemuVm {
         let state = state.open()?;
         self.qmp.command_with("getfd", json!({"fdname": STATE}), Some(state.as_fd())).await?;
         self.qmp.command("migrate-incoming", json!({"uri": format!("fd:{STATE}")})).await?;
-        self.qmp.migrated("loading a snapshot", LOAD_WAIT).await
+        match self.qmp.migrated("loading a snapshot", LOAD_WAIT).await {
+            // Why, it says on its error stream, and ends.
+            Err(VmmError::Refused { vmm, what, why: end }) => Err(VmmError::Ended { vmm, what, end, said: String::new() }),
+            result => result,
+        }
     }
 
     /// The order counts. The processors stop; the state is written; QEMU is killed before anything else can happen: a QEMU that lives on
@@ -291,7 +298,8 @@ impl QemuVm {
     async fn put(&mut self, slot: Slot, disk: Disk) -> Result<(), VmmError> {
         disk.check(slot)?;
         let old = self.contents.get(slot.index()).copied().unwrap_or_default();
-        let node = slot.content(old + 1);
+        self.newest += 1;
+        let (number, node) = (self.newest, slot.content(self.newest));
         let mut options = self.behind(slot, &node, disk.source).await?;
         if let Some(options) = options.as_object_mut() {
             options.insert("node-name".to_owned(), json!(node));
@@ -304,7 +312,7 @@ impl QemuVm {
         self.command("block_resize", json!({"node-name": arguments::node(slot), "size": disk.bytes})).await?;
         self.command("blockdev-del", json!({"node-name": slot.content(old)})).await?;
         if let Some(content) = self.contents.get_mut(slot.index()) {
-            *content = old + 1;
+            *content = number;
         }
         Ok(())
     }

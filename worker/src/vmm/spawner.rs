@@ -20,10 +20,13 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags};
+use rustix::fs::{FileType, OFlags};
 use rustix::net::{AddressFamily, SocketFlags, SocketType};
 use tokio::io::unix::AsyncFd;
+use tokio::net::UnixStream;
 use volley_jobspecs::wire;
 
+use crate::beneath;
 use crate::spawner::{only_descriptor, packet};
 use crate::users::{self, UsersError};
 use proto::{Exited, Order, PACKET_BYTES_MAX, REPLY_BYTES_MAX, Reply, Start, Step, What};
@@ -340,7 +343,21 @@ impl Process {
         self.user
     }
 
-    /// Its directory, as the worker reaches it: short enough for the address of a socket.
+    /// Connects to a socket that it made in its directory. A guest may have broken into it: what is no socket of its own there, a link to
+    /// one of the host's above all, is not connected to.
+    ///
+    /// # Errors
+    /// What the system says; also when there is something else of that name.
+    pub async fn connect(&self, name: &str) -> io::Result<UnixStream> {
+        let socket = beneath::open(&self.machines, &Path::new(&self.dir).join(name), OFlags::PATH)?;
+        let stat = rustix::fs::fstat(&socket)?;
+        if beneath::kind(&stat) != FileType::Socket || self.user.is_some_and(|user| stat.st_uid != user) {
+            return Err(io::Error::from(io::ErrorKind::InvalidData));
+        }
+        UnixStream::connect(format!("/proc/self/fd/{}", socket.as_raw_fd())).await
+    }
+
+    /// Its directory, as the worker reaches it. It is the process's own: nothing in it is to be opened by its path.
     #[must_use]
     pub fn dir(&self) -> PathBuf {
         PathBuf::from(format!("/proc/self/fd/{}", self.machines.as_raw_fd())).join(&self.dir)
@@ -377,7 +394,7 @@ impl Process {
     pub async fn attach(&self, name: &str, file: BorrowedFd<'_>) -> Result<(), SpawnError> {
         let failed = |why: String| SpawnError::Attach { name: name.to_owned(), why };
         let stat = rustix::fs::fstat(file).map_err(|e| failed(e.to_string()))?;
-        let dir = rustix::fs::FileType::from_raw_mode(stat.st_mode) == rustix::fs::FileType::Directory;
+        let dir = beneath::kind(&stat) == FileType::Directory;
         use rustix::mount::OpenTreeFlags as Flags;
         let flags = Flags::OPEN_TREE_CLONE | Flags::OPEN_TREE_CLOEXEC | Flags::AT_EMPTY_PATH;
         let mount = rustix::mount::open_tree(file, "", flags).map_err(|e| failed(format!("copying its mount: {}", io::Error::from(e))))?;

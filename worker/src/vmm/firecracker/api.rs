@@ -4,7 +4,6 @@
 //! requests with small bodies to one server. What Firecracker says is not trusted: heads and bodies are bounded.
 
 use std::io;
-use std::path::Path;
 use std::time::Duration;
 
 use serde_json::Value;
@@ -13,6 +12,7 @@ use tokio::net::UnixStream;
 use tokio::time::Instant;
 
 use super::super::console::plain;
+use super::super::spawner::Process;
 use super::super::{Kind, VmmError};
 
 /// Longest answer, in bytes: they are empty, or one error text.
@@ -38,10 +38,10 @@ impl Api {
     ///
     /// # Errors
     /// [`VmmError::Silent`].
-    pub async fn connect(path: &Path, time_max: Duration) -> Result<Self, VmmError> {
+    pub async fn connect(process: &Process, name: &str, time_max: Duration) -> Result<Self, VmmError> {
         let deadline = Instant::now() + time_max;
         loop {
-            match UnixStream::connect(path).await {
+            match process.connect(name).await {
                 Ok(socket) => return Ok(Self { socket }),
                 Err(_) if Instant::now() >= deadline => {
                     return Err(VmmError::Silent { vmm: Kind::Firecracker, what: "its start".to_owned(), after: time_max });

@@ -12,6 +12,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags};
+use rustix::mount::UnmountFlags;
 use volley_jobspecs::wire;
 
 use super::child::{self, HIGH, Plan, Running, Stack};
@@ -22,6 +23,9 @@ use crate::vmm::kvm;
 
 /// Signals that are for the worker, which decides what becomes of machines.
 pub const IGNORED: [libc::c_int; 5] = [libc::SIGTERM, libc::SIGINT, libc::SIGHUP, libc::SIGQUIT, libc::SIGPIPE];
+
+/// A mount goes at once, whoever uses it, and a link in its place is not followed.
+const TAKE_AWAY: UnmountFlags = UnmountFlags::DETACH.union(UnmountFlags::NOFOLLOW);
 
 /// One process.
 struct Vmm {
@@ -50,6 +54,7 @@ struct Init {
 pub fn main(worker: OwnedFd, mut missing: Vec<String>, own_mounts: bool) -> ! {
     set_up();
     let entered = view::enter(own_mounts);
+    let outside = entered.is_err();
     let say = |reply: Reply, fds: &[std::os::fd::BorrowedFd<'_>]| packet::send(worker.as_fd(), &wire::encode(&Hello::Reply(reply)), fds);
     let directory = match entered {
         Ok(directory) => directory,
@@ -80,6 +85,10 @@ pub fn main(worker: OwnedFd, mut missing: Vec<String>, own_mounts: bool) -> ! {
     init.serve();
     for vmm in &init.vmms {
         init.kill(vmm);
+    }
+    if outside {
+        // In a view nothing is removed: it goes as a whole, and behind its mounts are the worker's files.
+        let _ = fs::remove_dir_all(&init.machines);
     }
     exit(0)
 }
@@ -262,13 +271,12 @@ impl Init {
         let vmm = self.vmms.swap_remove(index);
         let exited = take_status(vmm.running.pid);
         let alone = vmm.user.is_none_or(|user| end_all_of(user, &self.vmms));
-        for name in &vmm.attached {
-            let _ = rustix::mount::unmount(vmm.dir.join(name), rustix::mount::UnmountFlags::DETACH);
-        }
-        // Made by a VMM that may be hostile: nothing of it is followed, and a mount in it was taken away before.
-        let removed = fs::remove_dir_all(&vmm.dir);
+        let stays = |name: &&String| rustix::mount::unmount(vmm.dir.join(name), TAKE_AWAY).is_err();
+        let bare = vmm.attached.iter().filter(stays).count() == 0;
+        // Made by a VMM that may be hostile, so no link in it is followed. Only without mounts: behind them are the worker's files.
+        let removed = bare && fs::remove_dir_all(&vmm.dir).is_ok();
         // A user with something left is not given out again.
-        if removed.is_ok() && alone {
+        if removed && alone {
             self.users.extend(vmm.user);
         }
         say(&vmm.socket, &Reply::Exited(exited));

@@ -118,6 +118,7 @@ pub async fn run<B: Bus, O: Objects>(
     let (living, ended) = oneshot::channel();
     let told = tell_figures(&config, &control.status, ended);
     let observer = config.observer.clone();
+    let ours = machines.clone();
     let parts = Parts { shared, events: receiver, watched, spawner, machines, cgroups: cgroups.clone(), observer };
     // A task of its own: one that is polled by `block_on` is woken through the kernel, for each event of a slot.
     let driver = tokio::spawn(Driver::new(core, parts).live(work, watches, control.wishes, control.status));
@@ -128,6 +129,9 @@ pub async fn run<B: Bus, O: Objects>(
         }
     }
     drop(living);
+    if let Some(machines) = ours {
+        machines.close().await;
+    }
     if let Some(told) = told {
         // What can't be told is nobody's loss.
         let _ = told.await;

@@ -189,12 +189,17 @@ impl Machines {
         let mut template = self.templates.get(&recipe, || self.builder(&note)).await;
         if let Err(why) = &template
             && matches!(**why, BuildError::NoRoom(_))
-            && self.standby.clear() > 0
+            && self.standby.clear().await > 0
         {
             // Machines that only waited held templates that nobody runs.
             template = self.templates.get(&recipe, || self.builder(&note)).await;
         }
         Ok(Found { template: template?, image: note.config })
+    }
+
+    /// Ends what waits. Machines of attempts are their slots'.
+    pub async fn close(&self) {
+        self.standby.close().await;
     }
 
     fn builder(&self, note: &ImageNote) -> Builder {

@@ -9,6 +9,8 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
+use futures::future::join_all;
+
 use crate::template::{Template, TemplateName};
 use crate::vmm::{Vm, Vmm};
 use pools::{Action, MachineId, Pools};
@@ -23,6 +25,8 @@ struct State {
     pools: Pools,
     templates: BTreeMap<TemplateName, Arc<Template>>,
     machines: BTreeMap<MachineId, Box<dyn Vm>>,
+    /// No more are made.
+    closed: bool,
 }
 
 #[derive(Debug)]
@@ -42,7 +46,7 @@ impl Standby {
     /// None yet.
     #[must_use]
     pub fn new(vmm: Arc<dyn Vmm>, limits: Limits) -> Self {
-        let state = State { pools: Pools::new(limits), templates: BTreeMap::new(), machines: BTreeMap::new() };
+        let state = State { pools: Pools::new(limits), templates: BTreeMap::new(), machines: BTreeMap::new(), closed: false };
         let inner = Arc::new(Inner { vmm, begin: Instant::now(), state: Mutex::new(state) });
         tokio::spawn(look(Arc::downgrade(&inner)));
         Self { inner }
@@ -66,13 +70,31 @@ impl Standby {
         self.inner.lock().machines.len()
     }
 
-    /// Kills all that wait, and lets go of their templates. How many.
-    pub fn clear(&self) -> usize {
-        let mut state = self.inner.lock();
-        state.pools.clear();
-        state.templates.clear();
-        // Dropped, they are killed.
-        std::mem::take(&mut state.machines).len()
+    /// Kills all that wait, and lets go of their templates. How many there were.
+    pub async fn clear(&self) -> usize {
+        let machines = self.inner.lock().empty();
+        let count = machines.len();
+        for killed in join_all(machines.into_values().map(Vm::kill)).await {
+            if let Err(why) = killed {
+                tracing::error!("the end of a machine that waited: {}", crate::chain(&why));
+            }
+        }
+        count
+    }
+
+    /// The same, for good: no machine is made any more.
+    pub async fn close(&self) {
+        self.inner.lock().closed = true;
+        self.clear().await;
+    }
+}
+
+impl State {
+    /// Forgets everything. The machines that waited.
+    fn empty(&mut self) -> BTreeMap<MachineId, Box<dyn Vm>> {
+        self.pools.clear();
+        self.templates.clear();
+        std::mem::take(&mut self.machines)
     }
 }
 
@@ -88,6 +110,9 @@ impl Inner {
 
     /// Does what the pools want.
     fn carry_out(self: &Arc<Self>, state: &mut State) {
+        if state.closed {
+            return;
+        }
         for action in state.pools.plan(self.now_ms()) {
             match action {
                 Action::Start(name) => {

@@ -202,3 +202,99 @@ fn make_room(state: &mut State, name: &TemplateName, bytes: u64) -> Result<(), N
     }
     Ok(())
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicU32, Ordering};
+
+    use proptest::strategy::{Strategy, ValueTree};
+    use proptest::test_runner::TestRunner;
+
+    use super::*;
+    use crate::vmm::{Boot, Capabilities, Kind, Vm, Vmm, VmmError};
+
+    /// A VMM that starts nothing: it fails after a moment, or never answers.
+    #[derive(Debug)]
+    struct Broken {
+        capabilities: Capabilities,
+        boots: AtomicU32,
+        hangs: bool,
+    }
+
+    impl Vmm for Broken {
+        fn capabilities(&self) -> &Capabilities {
+            &self.capabilities
+        }
+
+        fn boot(&self, _boot: Boot) -> BoxFuture<'_, Result<Box<dyn Vm>, VmmError>> {
+            self.boots.fetch_add(1, Ordering::SeqCst);
+            let hangs = self.hangs;
+            async move {
+                tokio::time::sleep(Duration::from_millis(if hangs { 60_000 } else { 50 })).await;
+                Err(VmmError::Unusable { vmm: Kind::Qemu, why: "it is broken".to_owned() })
+            }
+            .boxed()
+        }
+
+        fn restore<'a>(&'a self, _: &'a Snapshot, _: &'a [String]) -> BoxFuture<'a, Result<Box<dyn Vm>, VmmError>> {
+            async { Err(VmmError::Slot("never".to_owned())) }.boxed()
+        }
+    }
+
+    fn broken(recipe: &Recipe, hangs: bool) -> Arc<Broken> {
+        let capabilities = Capabilities {
+            identity: recipe.vmm.clone(),
+            emulated: true,
+            why_emulated: None,
+            connects_paused: true,
+            sets_clock: false,
+            serials: true,
+            missing: Vec::new(),
+        };
+        Arc::new(Broken { capabilities, boots: AtomicU32::new(0), hangs })
+    }
+
+    async fn ask_at_once(templates: &Templates, recipe: &Recipe, vmm: &Arc<Broken>) -> Vec<Arc<BuildError>> {
+        let null = || std::path::PathBuf::from("/dev/null");
+        let builder = || Builder {
+            vmm: vmm.clone(),
+            kernel: null(),
+            initrd: null(),
+            root: null(),
+            env: Vec::new(),
+            time_max: Duration::from_millis(200),
+        };
+        let all = futures::future::join_all((0..5).map(|_| templates.get(recipe, builder))).await;
+        all.into_iter().map(|built| built.map(|_| ()).unwrap_err()).collect()
+    }
+
+    #[tokio::test]
+    async fn a_build_that_fails_or_hangs_is_one_error_for_all_who_ask() {
+        let recipe = recipe::tests::recipe().new_tree(&mut TestRunner::deterministic()).unwrap().current();
+        for hangs in [false, true] {
+            let (templates, vmm) = (Templates::new(1 << 40), broken(&recipe, hangs));
+            let all = ask_at_once(&templates, &recipe, &vmm).await;
+            assert!(all.iter().all(|why| Arc::ptr_eq(why, &all[0])), "one error");
+            let text = all[0].to_string();
+            assert!(text.contains(if hangs { "did not end within" } else { "it is broken" }), "{text}");
+            // Who asks soon after is told the same, and nothing is built for it.
+            let again = ask_at_once(&templates, &recipe, &vmm).await;
+            assert!(again.iter().all(|why| Arc::ptr_eq(why, &all[0])));
+            assert_eq!((vmm.boots.load(Ordering::SeqCst), templates.bytes()), (1, 0));
+        }
+        // One larger than all the room there is.
+        let all = ask_at_once(&Templates::new(1), &recipe, &broken(&recipe, false)).await;
+        assert!(matches!(*all[0], BuildError::NoRoom(_)), "{}", all[0]);
+    }
+
+    #[tokio::test]
+    async fn a_build_outlives_who_asked_for_it() {
+        let recipe = recipe::tests::recipe().new_tree(&mut TestRunner::deterministic()).unwrap().current();
+        let (templates, vmm) = (Templates::new(1 << 40), broken(&recipe, false));
+        let asked = tokio::time::timeout(Duration::from_millis(5), ask_at_once(&templates, &recipe, &vmm)).await;
+        assert!(asked.is_err());
+        let all = ask_at_once(&templates, &recipe, &vmm).await;
+        assert!(all[0].to_string().contains("it is broken"));
+        assert_eq!(vmm.boots.load(Ordering::SeqCst), 1);
+    }
+}

@@ -190,7 +190,7 @@ impl Machine for MicrovmMachine {
 
     async fn start(&mut self, prepared: &Prepared) -> Result<Streams, ExecuteError> {
         let (Some(ready), Some(inside)) = (&self.ready, prepared.inside.as_deref()) else { return Err(ExecuteError::Lost) };
-        let (running, streams) = command::start(ready, prepared, inside).await?;
+        let (running, streams) = command::start(ready, prepared, inside)?;
         self.running = Some(running);
         Ok(streams)
     }

@@ -3,17 +3,22 @@
 use std::path::Path;
 
 use volley_guest::initramfs;
-use volley_worker::image::{self, Limits, Source, Store};
+use volley_worker::image::{self, ImageNote, Limits, Source, Store};
 
 use crate::host::{self, Host};
 
-const TOOLS: [&str; 22] = [
+const TOOLS: [&str; 23] = [
     "sh", "cat", "head", "od", "true", "ls", "stat", "dd", "sync", "echo", "sleep", "df", "env", "id", "mkdir", "hostname", "sort", "wc",
-    "tr", "rm", "ln", "chmod",
+    "tr", "rm", "ln", "chmod", "grep",
 ];
 
 /// Puts an image into a store. Its name; or what is missing here.
 pub async fn busybox(images: &Path) -> Result<String, String> {
+    Ok(format!("sha256:{}", noted(images).await?.digest.hex()))
+}
+
+/// The same; its note.
+pub async fn noted(images: &Path) -> Result<ImageNote, String> {
     let host = Host::find()?;
     host::part("VOLLEY_GUEST_MODULES", "modules").filter(|dir| dir.is_dir()).ok_or("no guest modules (VOLLEY_GUEST_MODULES)")?;
     initramfs::find_agent().map_err(|e| e.to_string())?;
@@ -39,6 +44,5 @@ pub async fn busybox(images: &Path) -> Result<String, String> {
     }
     std::fs::write(files.path().join("etc/release"), "the image\n").unwrap();
     let store = Store::open(images).unwrap();
-    let note = image::import(&store, Source::Directory(files.path().to_owned()), Limits::default()).await.map_err(|e| e.to_string())?;
-    Ok(format!("sha256:{}", note.digest.hex()))
+    image::import(&store, Source::Directory(files.path().to_owned()), Limits::default()).await.map_err(|e| e.to_string())
 }

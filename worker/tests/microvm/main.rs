@@ -11,6 +11,7 @@ mod image;
 #[expect(dead_code, reason = "shared with tests of other tiers")]
 #[path = "../support/mod.rs"]
 mod support;
+mod templates;
 mod unlike;
 
 use volley_jobspecs::failure::FailureClass;
@@ -49,4 +50,14 @@ fn failed(class: FailureClass) -> Ending {
 
 fn message(end: &AttemptEnd) -> &str {
     end.message.as_deref().unwrap_or_default()
+}
+
+/// The children of a process.
+fn children(pid: u32) -> Vec<u32> {
+    let all = std::fs::read_dir("/proc").unwrap().flatten().filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
+    let parent = |pid: u32| {
+        let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+        stat.rsplit_once(')')?.1.split_whitespace().nth(1)?.parse::<u32>().ok()
+    };
+    all.filter(|child| parent(*child) == Some(pid)).collect()
 }

@@ -4,6 +4,7 @@
 //! memory, the guest's kernel, or a guest that says nothing. Stops are asked of the guest; when it does not obey in time the machine is
 //! given up, and whoever holds it kills it.
 
+use std::convert::Infallible;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::Duration;
@@ -20,7 +21,7 @@ use volley_jobspecs::wire::guest::{Ended, Exec, Exit as GuestExit, Limits, Refus
 use super::{Exit, Ready, Streams};
 use crate::attempt::Force;
 use crate::execute::ExecuteError;
-use crate::guest::{Command, GuestError};
+use crate::guest::{Command, Guest, GuestError};
 use crate::prepare::{InMachine, Prepared};
 use crate::spawner::proto::Step;
 use crate::vmm::Vm;
@@ -38,26 +39,35 @@ const PANIC: &str = "Kernel panic";
 /// What it says when it gives up for want of memory.
 const NO_MEMORY: [&str; 2] = ["System is deadlocked on memory", "Out of memory and no killable processes"];
 
-type End = Option<Result<Ended, Arc<GuestError>>>;
-
-/// A command that runs.
+/// Why there is no end.
 #[derive(Debug)]
-pub struct Running {
-    command: Arc<Command>,
-    end: watch::Receiver<End>,
-    give_up_at: watch::Sender<Option<Instant>>,
-    _tasks: [AbortOnDropHandle<()>; 2],
+enum Why {
+    /// It did not begin.
+    NotStarted(Refusal),
+    /// The agent is lost.
+    Lost(GuestError),
 }
 
-/// Starts the command.
+type End = Option<Result<Ended, Arc<Why>>>;
+
+/// A command that runs, or is about to.
+#[derive(Debug)]
+pub struct Running {
+    end: watch::Receiver<End>,
+    wish: watch::Sender<Option<Force>>,
+    give_up_at: watch::Sender<Option<Instant>>,
+    _task: AbortOnDropHandle<()>,
+}
+
+/// Starts the command. It is asked of the guest in the background, so that a guest that does not answer can be given up at any moment.
 ///
 /// # Errors
-/// [`ExecuteError`].
-pub async fn start(ready: &Ready, prepared: &Prepared, inside: &InMachine) -> Result<(Running, Streams), ExecuteError> {
+/// [`ExecuteError::Local`].
+pub fn start(ready: &Ready, prepared: &Prepared, inside: &InMachine) -> Result<(Running, Streams), ExecuteError> {
     let pipe = || rustix::pipe::pipe_with(PipeFlags::CLOEXEC | PipeFlags::NONBLOCK).map_err(|e| ExecuteError::Local(e.into()));
     let ((stdout, to_stdout), (stderr, to_stderr)) = (pipe()?, pipe()?);
     let sender = |end: OwnedFd| pipe::Sender::from_owned_fd(end).map_err(ExecuteError::Local);
-    let (to_stdout, to_stderr) = (sender(to_stdout)?, sender(to_stderr)?);
+    let pipes = [sender(to_stdout)?, sender(to_stderr)?];
     let limits = &prepared.limits;
     let exec = Exec {
         argv: prepared.task.command.clone(),
@@ -69,32 +79,60 @@ pub async fn start(ready: &Ready, prepared: &Prepared, inside: &InMachine) -> Re
         grace_ms: 0,
         limits: Limits { memory_bytes: limits.memory_bytes, pids: limits.pids, cpu_milli: limits.cpu_milli, open_files: None },
     };
-    let command = match ready.guest.exec(&exec).await {
-        Ok(command) => Arc::new(command),
-        Err(GuestError::Refused(refusal)) => return Err(not_started(refusal)),
-        Err(why) => return Err(lost(&*ready.vm, &why).await),
-    };
-    let (told, end) = watch::channel(None);
-    let ours = command.clone();
-    let output = tokio::spawn(async move {
-        let moved = tokio::join!(pump(&ours, Channel::Output, to_stdout), pump(&ours, Channel::Errors, to_stderr));
-        let ended = match moved {
-            (Ok(()), Ok(())) => ours.ended().await,
-            (Err(why), _) | (_, Err(why)) => Err(why),
-        };
+    let ((told, end), (wish, wishes)) = (watch::channel(None), watch::channel(None));
+    let (guest, stdin) = (ready.guest.clone(), prepared.task.stdin.clone());
+    let task = tokio::spawn(async move {
+        let ended = run(&guest, &exec, stdin, wishes, pipes).await;
         told.send_replace(Some(ended.map_err(Arc::new)));
     });
-    let (ours, text) = (command.clone(), prepared.task.stdin.clone());
-    let input = tokio::spawn(async move {
-        if let Some(text) = text {
-            // A command that does not read it is no error.
-            let _ = ours.write(text.as_bytes()).await;
-            ours.end_input();
-        }
-    });
-    let _tasks = [AbortOnDropHandle::new(output), AbortOnDropHandle::new(input)];
-    let running = Running { command, end, give_up_at: watch::Sender::new(None), _tasks };
+    let running = Running { end, wish, give_up_at: watch::Sender::new(None), _task: AbortOnDropHandle::new(task) };
     Ok((running, Streams { stdout, stderr }))
+}
+
+/// One command, from the request to its end; all it wrote is in the pipes then.
+async fn run(
+    guest: &Guest,
+    exec: &Exec,
+    stdin: Option<String>,
+    mut wishes: watch::Receiver<Option<Force>>,
+    [to_stdout, to_stderr]: [pipe::Sender; 2],
+) -> Result<Ended, Why> {
+    let command = match guest.exec(exec).await {
+        Ok(command) => command,
+        Err(GuestError::Refused(refusal)) => return Err(Why::NotStarted(refusal)),
+        Err(why) => return Err(Why::Lost(why)),
+    };
+    let command = &command;
+    let ended = async {
+        tokio::try_join!(pump(command, Channel::Output, to_stdout), pump(command, Channel::Errors, to_stderr))?;
+        command.ended().await
+    };
+    let fed = async {
+        if let Some(text) = stdin {
+            // A command that does not read it is no error.
+            let _ = command.write(text.as_bytes()).await;
+            command.end_input();
+        }
+        std::future::pending::<Infallible>().await
+    };
+    let stopped = async {
+        loop {
+            // A guest that is lost needs no stop.
+            let _ = match *wishes.borrow_and_update() {
+                None => Ok(()),
+                Some(Force::Term) => command.signal(libc::SIGTERM),
+                Some(Force::Kill | Force::Abandon) => command.kill(),
+            };
+            if wishes.changed().await.is_err() {
+                std::future::pending::<Infallible>().await;
+            }
+        }
+    };
+    tokio::select! {
+        ended = ended => ended.map_err(Why::Lost),
+        never = fed => match never {},
+        never = stopped => never,
+    }
 }
 
 /// Moves a stream into its pipe. Whoever reads that slowly holds the command up, as with a pipe of its own.
@@ -124,7 +162,7 @@ impl Running {
         let told = async {
             let told = end.wait_for(Option::is_some).await.map(|told| told.clone());
             // The task that tells it never ends without.
-            told.ok().flatten().unwrap_or_else(|| Err(Arc::new(GuestError::Lost("the worker's own task ended".to_owned()))))
+            told.ok().flatten().unwrap_or_else(|| Err(Arc::new(Why::Lost(GuestError::Lost("the worker's own task ended".to_owned())))))
         };
         let given_up = async {
             loop {
@@ -142,7 +180,10 @@ impl Running {
             biased;
             told = told => match told {
                 Ok(ended) => Ok(exit(&ended)),
-                Err(why) => explained(vm, &why).await,
+                Err(why) => match &*why {
+                    Why::NotStarted(refusal) => Err(not_started(refusal)),
+                    Why::Lost(why) => explained(vm, why).await,
+                },
             },
             () = given_up => Err(ExecuteError::Guest("its machine did not end it in time and was killed".to_owned())),
             _ended = vm.ended() => verdict_of_machine(vm).await,
@@ -151,11 +192,7 @@ impl Running {
 
     /// Passes a stop on.
     pub fn stop(&self, force: Force) {
-        // A guest that is lost needs no stop.
-        let _ = match force {
-            Force::Term => self.command.signal(libc::SIGTERM),
-            Force::Kill | Force::Abandon => self.command.kill(),
-        };
+        self.wish.send_replace(Some(force));
         let wait = match force {
             Force::Term => return,
             Force::Kill => KILL_WAIT,
@@ -181,12 +218,12 @@ fn exit(ended: &Ended) -> Exit {
 }
 
 /// Why a command did not start, in the words of every tier.
-fn not_started(refusal: Refusal) -> ExecuteError {
+fn not_started(refusal: &Refusal) -> ExecuteError {
     match (refusal.kind, refusal.errno) {
         (RefusalKind::CannotExec, Some(errno)) => ExecuteError::NotStarted { step: Step::Exec, errno },
         // The user was found before.
         (RefusalKind::NotFound, _) => ExecuteError::NotStarted { step: Step::Directory, errno: libc::ENOENT },
-        _ => ExecuteError::Refused(refusal.text),
+        _ => ExecuteError::Refused(refusal.text.clone()),
     }
 }
 
@@ -195,13 +232,6 @@ async fn explained(vm: &dyn Vm, why: &GuestError) -> Result<Exit, ExecuteError> 
     match tokio::time::timeout(LAST_WORDS_WAIT, vm.ended()).await {
         Ok(_ended) => verdict_of_machine(vm).await,
         Err(_lives) => Err(ExecuteError::Guest(why.to_string())),
-    }
-}
-
-async fn lost(vm: &dyn Vm, why: &GuestError) -> ExecuteError {
-    match explained(vm, why).await {
-        Ok(_no_memory) => ExecuteError::Guest("its machine ran out of memory before it began".to_owned()),
-        Err(why) => why,
     }
 }
 
@@ -237,10 +267,10 @@ mod tests {
     #[test]
     fn a_command_that_did_not_start_is_told_as_in_every_tier() {
         let refusal = |kind, errno| Refusal { errno, ..Refusal::new(kind, "words") };
-        let class = |kind, errno| not_started(refusal(kind, errno)).class().1;
+        let class = |kind, errno| not_started(&refusal(kind, errno)).class().1;
         assert_eq!(class(RefusalKind::CannotExec, Some(libc::ENOENT)), Some(127));
         assert_eq!(class(RefusalKind::CannotExec, Some(libc::EACCES)), Some(126));
         assert_eq!(class(RefusalKind::NotFound, None), Some(126));
-        assert_eq!(not_started(refusal(RefusalKind::System, None)).to_string(), "words");
+        assert_eq!(not_started(&refusal(RefusalKind::System, None)).to_string(), "starting the task: its machine refused: words");
     }
 }

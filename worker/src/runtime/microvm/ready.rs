@@ -3,6 +3,7 @@
 //! Owns the order: disk, resume, greeting with a nonce of its own, entropy and its proof, then clock, names and the scratch disk's mount.
 //! A machine that does not confirm one of them is killed.
 
+use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use minicbor::bytes::ByteArray;
@@ -28,7 +29,7 @@ const TMP_MODE: u32 = 0o1777;
 #[derive(Debug)]
 pub struct Ready {
     /// Before `vm`: the session ends before its machine.
-    pub guest: Guest,
+    pub guest: Arc<Guest>,
     /// The machine.
     pub vm: Box<dyn Vm>,
     /// Whose the task's directories are; root's when none.
@@ -64,15 +65,18 @@ async fn confirm(
     inside: &InMachine,
     mut scratch: ScratchDisk,
 ) -> Result<Ready, RestoreError> {
-    let bytes = scratch.bytes;
+    let (bytes, mut laps) = (scratch.bytes, Laps::begin());
     if let Some(file) = scratch.file.take() {
         vm.swap(Slot::SCRATCH, Disk { source: Source::File(file), bytes }).await?;
     }
     // The machine holds it; its name is not needed any more.
     drop(scratch);
+    laps.end();
     vm.resume().await?;
     let guest = greet(&*vm).await?;
+    laps.end();
     let proof = guest.reseed(random()?).await?;
+    laps.end();
     if !machines.is_fresh(proof) {
         return Err(RestoreError::NotUnique);
     }
@@ -84,7 +88,26 @@ async fn confirm(
     };
     let (_before, (), owner) =
         futures::try_join!(guest.set_clock(now()), guest.set_identity(identity), guest.furnish(furniture(machines, bytes, user.clone())))?;
-    Ok(Ready { guest, vm, owner, user, image: found.image.clone(), scratch_bytes: bytes })
+    laps.end();
+    tracing::debug!(swap_greet_reseed_furnish_us = ?laps.us, "a machine is ready");
+    Ok(Ready { guest: Arc::new(guest), vm, owner, user, image: found.image.clone(), scratch_bytes: bytes })
+}
+
+/// How long each step took, in microseconds.
+struct Laps {
+    last: std::time::Instant,
+    us: Vec<u128>,
+}
+
+impl Laps {
+    fn begin() -> Self {
+        Self { last: std::time::Instant::now(), us: Vec::new() }
+    }
+
+    fn end(&mut self) {
+        self.us.push(self.last.elapsed().as_micros());
+        self.last = std::time::Instant::now();
+    }
 }
 
 /// Begins the session.

@@ -3,11 +3,13 @@
 //! Owns the values, their defaults and what is checked before anything starts. Does not read flags or files.
 
 use std::collections::BTreeMap;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use volley_jobspecs::ids::WorkerId;
 use volley_jobspecs::observe::Observing;
 use volley_jobspecs::wire::plan::Isolation;
+
+use crate::vmm::spawner::MachineSpawner;
 
 /// Most slots of a worker: each has a shim process and three directories once it was used.
 pub const SLOTS_MAX: u32 = 4_096;
@@ -15,6 +17,11 @@ pub const SLOTS_MAX: u32 = 4_096;
 pub const BEAT_MS_MIN: u64 = 100;
 /// Longest beat, in milliseconds: a worker counts as lost after 15 s of silence, and one beat may get lost.
 pub const BEAT_MS_MAX: u64 = 7_000;
+
+/// Where e2fsprogs has it on every distribution.
+const MKE2FS: &str = "/sbin/mke2fs";
+/// A template's build: a boot takes 4 to 9 seconds in an emulated machine, and warm-up commands what they take.
+const BUILD_MS_MAX: u64 = 300_000;
 
 /// A worker's configuration.
 #[derive(Debug, Clone)]
@@ -31,7 +38,7 @@ pub struct Config {
     pub memory_bytes: u64,
     /// Disk for tasks, in bytes.
     pub disk_bytes: u64,
-    /// Isolation tiers to offer: of those in this build, `null` and `process`.
+    /// Isolation tiers to offer: of those in this build, `null`, `process` and `microvm`.
     pub isolation: Vec<Isolation>,
     /// Its labels.
     pub labels: BTreeMap<String, String>,
@@ -58,6 +65,56 @@ pub struct Config {
     pub host: String,
     /// Who is told of spans and figures.
     pub observer: Observing,
+    /// What machines are made of; used only where `isolation` has `microvm`.
+    pub machines: MachineConfig,
+}
+
+/// What machines are made of.
+#[derive(Debug, Clone)]
+pub struct MachineConfig {
+    /// Where images lie, as root disks. One worker at a time has this directory.
+    pub images: PathBuf,
+    /// QEMU; where distributions put it when none is named.
+    pub qemu: Option<PathBuf>,
+    /// The guests' kernel, a bzImage; found as `image::kernel::find` says when none is named.
+    pub kernel: Option<PathBuf>,
+    /// That kernel's modules (`/lib/modules/VERSION`); when none are named, `modules` beside the kernel, else where its release's are
+    /// installed, else it has all of them built in.
+    pub modules: Option<PathBuf>,
+    /// The agent's program, linked statically; beside this program when none is named.
+    pub agent: Option<PathBuf>,
+    /// Makes the file systems of scratch disks (e2fsprogs).
+    pub mke2fs: PathBuf,
+    /// Memory of the host for templates, in bytes: each takes what its machine had written when it was saved, some 100 MiB.
+    pub templates_bytes_max: u64,
+    /// Memory of the host for machines that wait, in bytes: each takes some 40 MiB. 0: none wait.
+    pub standby_bytes_max: u64,
+    /// Most machines that wait for one template; as many as the worker has slots when none is given.
+    pub standby_of_one_max: Option<u32>,
+    /// Longest time for building a template, in milliseconds.
+    pub build_ms_max: u64,
+    /// Starts machines; made at the start when none is given, which costs more the larger this process is. Make it first thing in `main`.
+    pub spawner: Option<MachineSpawner>,
+}
+
+impl MachineConfig {
+    /// The defaults: images below the worker's directory, an eighth of the host's memory for templates and as much for machines that wait.
+    #[must_use]
+    pub fn new(dir: &Path) -> Self {
+        Self {
+            images: dir.join("images"),
+            qemu: None,
+            kernel: None,
+            modules: None,
+            agent: None,
+            mke2fs: PathBuf::from(MKE2FS),
+            templates_bytes_max: total_memory() / 8,
+            standby_bytes_max: total_memory() / 8,
+            standby_of_one_max: None,
+            build_ms_max: BUILD_MS_MAX,
+            spawner: None,
+        }
+    }
 }
 
 impl Config {
@@ -71,6 +128,7 @@ impl Config {
             cpu_milli: cores.saturating_mul(1_000),
             memory_bytes: total_memory() / 4 * 3,
             disk_bytes: free_disk(&dir),
+            machines: MachineConfig::new(&dir),
             dir,
             isolation: vec![Isolation::Null, Isolation::Process],
             labels: BTreeMap::new(),
@@ -99,7 +157,7 @@ impl Config {
         if !(BEAT_MS_MIN..=BEAT_MS_MAX).contains(&self.beat_ms) {
             return Err(ConfigError::Beat(self.beat_ms));
         }
-        if let Some(tier) = self.isolation.iter().find(|tier| !matches!(tier, Isolation::Null | Isolation::Process)) {
+        if let Some(tier) = self.isolation.iter().find(|tier| matches!(tier, Isolation::Container)) {
             return Err(ConfigError::Isolation(*tier));
         }
         if self.isolation.is_empty() {
@@ -129,10 +187,10 @@ pub enum ConfigError {
     #[error("a worker beats every {BEAT_MS_MIN} to {BEAT_MS_MAX} ms, not every {0}")]
     Beat(u64),
     /// A tier this build doesn't have.
-    #[error("this build has no isolation {:?}; it has null and process", .0.as_str())]
+    #[error("this build has no isolation {:?}; it has null, process and microvm", .0.as_str())]
     Isolation(Isolation),
     /// Nothing to offer.
-    #[error("a worker must offer at least one isolation tier: null or process")]
+    #[error("a worker must offer at least one isolation tier: null, process or microvm")]
     NoIsolation,
     /// A range of users that holds root, or more than there are.
     #[error("{slots} slots can't have users of their own from {uid}:{gid} on; choose another first user")]

@@ -131,6 +131,15 @@ impl Dirs {
         }
     }
 
+    /// Empties the directory where the task starts, and no other.
+    ///
+    /// # Errors
+    /// What the system says; the path is part of it.
+    pub fn empty_work(&self) -> io::Result<()> {
+        let work = self.work();
+        remove_all(&work).and_then(|()| self.make_one(NAMES[0])).map_err(|e| with_path(&work, &e))
+    }
+
     /// From now on something may write into them.
     pub fn lend(&mut self) {
         self.clean = false;

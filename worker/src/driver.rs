@@ -24,9 +24,12 @@ use crate::core::{Action, Core, CoreConfig, Input, JobAnswer};
 use crate::executor::{Executor, Shared, SlotOrder};
 use crate::job::{Job, JobError};
 use crate::live::{AllWatched, Watched};
+use crate::machines::Machines;
 use crate::ports::{Bus, Incoming, Objects};
+use crate::runtime::microvm::MicrovmMachine;
 use crate::runtime::null;
 use crate::runtime::process::ProcessMachine;
+use crate::runtime::tiers::Tiers;
 use crate::spawner::Spawner;
 use crate::stop::{Stopper, stop_signal};
 use crate::trace::{Kept, Traces};
@@ -57,8 +60,10 @@ pub struct Parts<B, O> {
     pub events: mpsc::Receiver<Input>,
     /// Who watches what.
     pub watched: watch::Sender<AllWatched>,
-    /// Starts processes; `None`: this worker offers `null` only.
+    /// Starts processes; `None`: this worker does not offer `process`.
     pub spawner: Option<Spawner>,
+    /// Machines; `None`: this worker does not offer `microvm`.
+    pub machines: Option<Arc<Machines>>,
     /// Limits.
     pub cgroups: Option<Arc<Cgroups>>,
     /// Who is told of spans.
@@ -330,16 +335,14 @@ impl<B: Bus, O: Objects> Driver<B, O> {
             return self.step(refused("the worker forgot the job before its task began"));
         };
         let order = SlotOrder { name, job: Arc::clone(job) };
-        let Some(spawner) = self.parts.spawner.clone() else {
-            return self.step(refused("this worker starts no processes"));
-        };
-        let (shared, cgroups) = (&self.parts.shared, &self.parts.cgroups);
+        let Parts { shared, cgroups, spawner, machines, .. } = &self.parts;
         let place = self.slots.entry(slot).or_insert_with(|| {
             let (stopper, signal) = stop_signal();
             // One at a time: the core gives a slot its next attempt when the last has ended.
             let (orders, receiver) = mpsc::channel(1);
-            let machine = ProcessMachine::new(slot, spawner, cgroups.clone());
-            tokio::spawn(Executor::new(slot, shared.clone(), machine, signal).serve(receiver));
+            let process = spawner.clone().map(|spawner| ProcessMachine::new(slot, spawner, cgroups.clone()));
+            let tiers = Tiers::new(process, machines.clone().map(MicrovmMachine::new));
+            tokio::spawn(Executor::new(slot, shared.clone(), tiers, signal).serve(receiver));
             Slot { orders, stopper }
         });
         if place.orders.try_send(order).is_err() {

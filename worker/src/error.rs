@@ -7,6 +7,7 @@ use std::path::PathBuf;
 
 use crate::cgroup::CgroupError;
 use crate::config::ConfigError;
+use crate::machines::MachinesError;
 use crate::ports::BusError;
 use crate::spawner::SpawnerError;
 
@@ -69,6 +70,9 @@ pub enum RunError {
     /// Nothing can be started.
     #[error(transparent)]
     Spawner(#[from] SpawnerError),
+    /// Machines are offered and can't be made.
+    #[error("machines: {0}; or leave `microvm` out of the worker's isolation")]
+    Machines(#[from] MachinesError),
     /// The bus can't be listened to.
     #[error("listening for work: {0}")]
     Bus(#[from] BusError),

@@ -50,6 +50,12 @@ pub enum ExecuteError {
     /// This host can't start anything.
     #[error("starting the task: {0}")]
     Spawner(String),
+    /// The machine it runs in is lost, or does not obey.
+    #[error("{0}")]
+    Guest(String),
+    /// Its machine does not start it.
+    #[error("starting the task: its machine refused: {0}")]
+    Refused(String),
     /// This process can't make pipes or files.
     #[error("pipes for the task: {0}; check the limit on open files (ulimit -n)")]
     Local(#[source] std::io::Error),
@@ -62,8 +68,8 @@ impl ExecuteError {
         match self {
             Self::NotStarted { step: Step::Exec, errno: libc::ENOENT } => (FailureClass::ExitCode, Some(127)),
             Self::NotStarted { step: Step::Exec | Step::Directory, .. } => (FailureClass::ExitCode, Some(126)),
-            Self::NotStarted { .. } | Self::Spawner(_) | Self::Local(_) => (FailureClass::RestoreFailed, None),
-            Self::Lost | Self::Stuck => (FailureClass::GuestLost, None),
+            Self::NotStarted { .. } | Self::Spawner(_) | Self::Refused(_) | Self::Local(_) => (FailureClass::RestoreFailed, None),
+            Self::Lost | Self::Stuck | Self::Guest(_) => (FailureClass::GuestLost, None),
         }
     }
 }

@@ -30,7 +30,7 @@ use crate::prepare::{Prepared, prepare};
 use crate::reclaim::reclaim;
 use crate::restore::restore;
 use crate::runtime::Exit;
-use crate::runtime::process::ProcessMachine;
+use crate::runtime::tiers::Tiers;
 use crate::stop::StopSignal;
 use crate::trace::{Stage, Stages};
 
@@ -73,7 +73,7 @@ pub struct Shared<B, O> {
 pub struct Executor<B, O> {
     slot: u32,
     shared: Shared<B, O>,
-    machine: ProcessMachine,
+    machine: Tiers,
     stop: StopSignal,
     dirs: Dirs,
     generation: u32,
@@ -105,7 +105,7 @@ impl Laps {
 impl<B: Bus, O: Objects> Executor<B, O> {
     /// A slot in which nothing ran yet.
     #[must_use]
-    pub fn new(slot: u32, shared: Shared<B, O>, machine: ProcessMachine, stop: StopSignal) -> Self {
+    pub fn new(slot: u32, shared: Shared<B, O>, machine: Tiers, stop: StopSignal) -> Self {
         let dirs = dirs_of(&shared, slot, shared.dir.join(slot.to_string()));
         let mut looks = tokio::time::interval(LOOK_EVERY);
         looks.set_missed_tick_behavior(MissedTickBehavior::Delay);
@@ -149,6 +149,10 @@ impl<B: Bus, O: Objects> Executor<B, O> {
         self.stop.begin(*name);
         self.laps = Laps::begin();
         let outcome = self.stages(name, job).await;
+        if self.machine.is_apart() {
+            self.machine.release().await;
+            self.laps.end(Stage::Reclaim);
+        }
         if !self.dirs.are_clean() {
             let dirs = self.dirs.clone();
             let span = tracing::debug_span!("reclaim");
@@ -208,7 +212,7 @@ impl<B: Bus, O: Objects> Executor<B, O> {
             .instrument(tracing::debug_span!("execute"))
             .await;
         self.laps.end(Stage::Execute);
-        if matches!(executed.exit, Err(ExecuteError::Lost | ExecuteError::Stuck | ExecuteError::Spawner(_))) {
+        if matches!(executed.exit, Err(ExecuteError::Lost | ExecuteError::Guest(_) | ExecuteError::Stuck | ExecuteError::Spawner(_))) {
             self.machine.distrust();
             // What can't be killed may still write here.
             if matches!(executed.exit, Err(ExecuteError::Stuck)) {
@@ -217,17 +221,45 @@ impl<B: Bus, O: Objects> Executor<B, O> {
         }
         // Asked before anything is cleared away.
         let room = if executed.exit.as_ref().is_ok_and(|exit| exit.code == Some(0)) { Ok(()) } else { self.dirs.room() };
-        let outcome = self.keep(name, &prepared, executed).instrument(tracing::debug_span!("persist")).await;
+        let collected = if self.machine.is_apart() { self.collect(name, &prepared, &executed).await } else { Collected::Here };
+        let outcome = self.keep(name, &prepared, executed, collected).instrument(tracing::debug_span!("persist")).await;
         self.laps.end(Stage::Persist);
+        let outcome = labelled(outcome, self.machine.label());
         match room {
             Ok(()) => outcome,
             Err(full) => excused(outcome, &full),
         }
     }
 
-    async fn keep(&mut self, name: &AttemptName, prepared: &Prepared, executed: Executed) -> Outcome {
+    /// Brings outputs out of a machine, which is killed then.
+    async fn collect(&mut self, name: &AttemptName, prepared: &Prepared, executed: &Executed) -> Collected {
+        if executed.exit.is_err() {
+            return Collected::Here;
+        }
+        self.say(name, Progress::Exited).await;
+        tokio::select! {
+            biased;
+            _ = self.stop.next() => {
+                self.machine.distrust();
+                // Files may still come.
+                self.leave_dirs();
+                Collected::Stopped
+            }
+            collected = Box::pin(self.machine.collect(prepared, &self.dirs)).instrument(tracing::debug_span!("collect")) => match collected {
+                Ok(()) => Collected::Here,
+                Err(why) => Collected::Lost(why),
+            },
+        }
+    }
+
+    async fn keep(&mut self, name: &AttemptName, prepared: &Prepared, executed: Executed, collected: Collected) -> Outcome {
         let Executed { exit, stdout, stderr } = executed;
         let inline = Kept { stdout: stdout.stream(false), stderr: stderr.stream(false), ..Kept::default() };
+        match collected {
+            Collected::Here => {}
+            Collected::Lost(why) => return outcome(exit, prepared, inline, Some(&why)),
+            Collected::Stopped => return Outcome { failure: Some(FailureClass::Cancelled), ..outcome(exit, prepared, inline, None) },
+        }
         // Reading directories blocks, for long when they are large; most tasks leave nothing in them at all.
         let found = if self.dirs.settle() {
             Ok(persist::find_streams(&stdout, &stderr))
@@ -297,6 +329,27 @@ fn dirs_of<B, O>(shared: &Shared<B, O>, slot: u32, root: PathBuf) -> Dirs {
     Dirs::closed(root, shared.owner.map(|(uid, gid)| (uid.saturating_add(slot), gid.saturating_add(slot))))
 }
 
+/// What became of outputs that lay in a machine.
+enum Collected {
+    /// They are in the slot's directories; or there are none to be had.
+    Here,
+    /// They are lost.
+    Lost(PersistError),
+    /// The attempt is to end.
+    Stopped,
+}
+
+/// With what results must say of how they came about.
+fn labelled(mut outcome: Outcome, label: Option<String>) -> Outcome {
+    if let Some(label) = label {
+        outcome.message = Some(match outcome.message {
+            Some(message) => format!("{message}; {label}"),
+            None => label,
+        });
+    }
+    outcome
+}
+
 /// What became of an attempt.
 fn outcome(exit: Result<Exit, ExecuteError>, prepared: &Prepared, kept: Kept, lost: Option<&PersistError>) -> Outcome {
     let mut notes = kept.notes;
@@ -323,6 +376,7 @@ fn outcome(exit: Result<Exit, ExecuteError>, prepared: &Prepared, kept: Kept, lo
     let failure = match (failure, lost) {
         (None, Some(PersistError::TooMany)) => Some(FailureClass::PolicyDenied),
         (None, Some(PersistError::Storage { .. } | PersistError::Read { .. })) => Some(FailureClass::StorageFailed),
+        (None, Some(PersistError::Machine { class, .. })) => Some(*class),
         (failure, _) => failure,
     };
     let parts: Vec<String> = message.into_iter().chain(lost.map(ToString::to_string)).chain(notes).collect();
@@ -354,10 +408,11 @@ fn excused(mut outcome: Outcome, full: &Full) -> Outcome {
 fn verdict(exit: &Exit, prepared: &Prepared) -> (Option<FailureClass>, Option<i32>, Option<String>) {
     let code = exit.code.or(exit.signal);
     if exit.oom {
-        let limit = prepared.limits.memory_bytes.map_or_else(
-            || "for want of memory on the host".to_owned(),
-            |bytes| format!("at its memory limit of {} MiB; raise task.resources.memory", bytes >> 20),
-        );
+        let limit = match prepared.limits.memory_bytes {
+            Some(bytes) => format!("at its memory limit of {} MiB; raise task.resources.memory", bytes >> 20),
+            None if prepared.inside.is_some() => "for want of memory in its machine; raise task.resources.memory".to_owned(),
+            None => "for want of memory on the host".to_owned(),
+        };
         return (Some(FailureClass::Oom), code, Some(format!("the kernel ended it {limit}")));
     }
     match (exit.code, exit.signal) {

@@ -14,7 +14,9 @@ use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio::time::Instant;
 use volley_jobspecs::wire::guest::mux::Channel;
 use volley_jobspecs::wire::guest::resync::{DISCARD_BYTES_MAX, FILLER, FILLER_BYTES, From, NONCE_BYTES, Resync, Scanner};
-use volley_jobspecs::wire::guest::{Answer, Ended, Exec, Hello, Identity, Mount, Order, PROTOCOL, Refusal, Request, SEED_BYTES, Stats};
+use volley_jobspecs::wire::guest::{
+    Answer, Ended, Exec, Furnish, Hello, Identity, Mount, Order, PROTOCOL, Refusal, Request, SEED_BYTES, Stats,
+};
 
 pub use files::FilesError;
 pub use link::Call;
@@ -177,6 +179,17 @@ impl Guest {
     /// [`GuestError`].
     pub async fn mount(&self, mount: Mount) -> Result<(), GuestError> {
         self.done("mount", &Request::Mount(mount)).await
+    }
+
+    /// Mounts a disk and makes directories on it. Whose they are, when a user was given.
+    ///
+    /// # Errors
+    /// [`GuestError`].
+    pub async fn furnish(&self, furnish: Furnish) -> Result<Option<(u32, u32)>, GuestError> {
+        match self.ask("furnish", &Request::Furnish(furnish), CALL_WAIT).await? {
+            Answer::Furnished { owner } => Ok(owner),
+            _ => Err(GuestError::Nonsense { what: "furnish" }),
+        }
     }
 
     /// Writes out and unmounts. `time_max`: writing out takes as long as the disk takes.

@@ -8,6 +8,7 @@
 
 pub mod entry;
 pub mod erofs;
+pub mod find;
 pub mod import;
 pub mod kernel;
 pub mod layer;

@@ -24,6 +24,7 @@ pub mod inputs;
 pub mod io;
 pub mod job;
 pub mod live;
+pub mod machines;
 pub mod persist;
 mod place;
 pub mod ports;
@@ -35,7 +36,9 @@ pub mod restore;
 pub mod runtime;
 pub mod slots;
 pub mod spawner;
+pub mod standby;
 pub mod stop;
+pub mod template;
 pub mod trace;
 pub mod users;
 pub mod vmm;
@@ -49,7 +52,7 @@ use tokio_util::task::AbortOnDropHandle;
 use volley_jobspecs::wire::plan::Isolation;
 use volley_jobspecs::wire::work::WorkerInfo;
 
-pub use config::Config;
+pub use config::{Config, MachineConfig};
 pub use control::{Control, Handle, Status, control};
 pub use error::{RunError, chain};
 pub use io::nats::NatsBus;
@@ -61,6 +64,7 @@ use driver::{Driver, EVENTS_MAX, Parts};
 use executor::Shared;
 use inputs::Inputs;
 use job::Pages;
+use machines::Machines;
 use place::Place;
 use ports::{Bus, Objects};
 
@@ -84,6 +88,11 @@ pub async fn run<B: Bus, O: Objects>(
         None => None,
     };
     let (place, cgroups) = take_place(&config, spawner.as_ref(), processes).await?;
+    let machines = if config.isolation.contains(&Isolation::Microvm) {
+        Some(Arc::new(Machines::open(&config.machines, &place.dir.join("machines"), config.slots).await?))
+    } else {
+        None
+    };
     let (events, receiver) = mpsc::channel(EVENTS_MAX);
     let (watched, watching) = watch::channel(Arc::default());
     let inputs = Inputs::new(objects.clone(), place.dir.join("cache"), config.cache_bytes_max).map_err(|source| RunError::Dir {
@@ -103,11 +112,14 @@ pub async fn run<B: Bus, O: Objects>(
         owner_per_slot: config.task_user_per_slot,
         stream_bytes_max: config.stream_bytes_max,
     };
-    let core = core_config(&config, cgroups.is_some());
+    // A machine limits what runs in it without any help of the host's.
+    let core = core_config(&config, cgroups.is_some() || !processes && machines.is_some());
     let (work, watches) = (bus.work(&config.name).await?, bus.watches().await?);
     let (living, ended) = oneshot::channel();
     let told = tell_figures(&config, &control.status, ended);
-    let parts = Parts { shared, events: receiver, watched, spawner, cgroups: cgroups.clone(), observer: config.observer.clone() };
+    let observer = config.observer.clone();
+    let ours = machines.clone();
+    let parts = Parts { shared, events: receiver, watched, spawner, machines, cgroups: cgroups.clone(), observer };
     // A task of its own: one that is polled by `block_on` is woken through the kernel, for each event of a slot.
     let driver = tokio::spawn(Driver::new(core, parts).live(work, watches, control.wishes, control.status));
     if let Err(ended) = AbortOnDropHandle::new(driver).await {
@@ -117,6 +129,9 @@ pub async fn run<B: Bus, O: Objects>(
         }
     }
     drop(living);
+    if let Some(machines) = ours {
+        machines.close().await;
+    }
     if let Some(told) = told {
         // What can't be told is nobody's loss.
         let _ = told.await;

@@ -14,6 +14,7 @@ use futures::{StreamExt, TryStreamExt};
 use rustix::fs::{FileType, OFlags};
 use rustix::io::Errno;
 use serde::Serialize;
+use volley_jobspecs::failure::FailureClass;
 use volley_jobspecs::ids::AttemptName;
 use volley_jobspecs::keys;
 use volley_jobspecs::wire::report::{Outputs, RESULT_BYTES_MAX, Stream};
@@ -54,6 +55,14 @@ pub enum PersistError {
         path: PathBuf,
         /// What the system said.
         source: io::Error,
+    },
+    /// They do not get out of their machine.
+    #[error("fetching outputs from the machine: {why}")]
+    Machine {
+        /// What it means for a task that ended well.
+        class: FailureClass,
+        /// Why.
+        why: String,
     },
     /// There are too many.
     #[error("more than {FILES_MAX} output files; pack them into an archive")]

@@ -8,8 +8,9 @@ use std::time::Duration;
 
 use minicbor::bytes::ByteVec;
 use volley_jobspecs::failure::FailureClass;
-use volley_jobspecs::ids::AttemptName;
+use volley_jobspecs::ids::{AttemptName, TenantId};
 use volley_jobspecs::resolve::{ResolveError, ResolvedTask};
+use volley_jobspecs::spec::Isolation;
 use volley_jobspecs::template::Values;
 
 use crate::cgroup::Limits;
@@ -17,6 +18,7 @@ use crate::dirs::{Dirs, Full};
 use crate::inputs::{InputError, Inputs};
 use crate::job::{ItemError, Job, Pages};
 use crate::ports::{Bus, Objects};
+use crate::runtime::microvm;
 use crate::spawner::proto::Spawn;
 
 /// PATH of a task that doesn't set its own.
@@ -80,6 +82,45 @@ pub struct Prepared {
     pub limits: Limits,
     /// Milliseconds between TERM and KILL.
     pub grace_ms: u64,
+    /// What a machine of its own needs, if the task has one.
+    pub inside: Option<Box<InMachine>>,
+}
+
+/// What a task's machine needs to know.
+#[derive(Debug, Clone)]
+pub struct InMachine {
+    /// Whose the task is.
+    pub tenant: TenantId,
+    /// The machine's name.
+    pub hostname: String,
+    /// Variables that the image may change.
+    pub defaults: BTreeMap<String, String>,
+    /// Variables that it may not: the task's own, and Volley's.
+    pub own: BTreeMap<String, String>,
+    /// Where the command starts.
+    pub cwd: String,
+    /// The slot's directories on the host. Inputs lie in them and are copied into the machine.
+    pub dirs: Dirs,
+    /// Is there anything to copy?
+    pub has_files: bool,
+}
+
+/// The directories of a task, as it sees them.
+struct Seen {
+    work: String,
+    out: String,
+    tmp: String,
+}
+
+impl Seen {
+    fn of(dirs: &Dirs) -> Self {
+        let path = |path: std::path::PathBuf| path.to_string_lossy().into_owned();
+        Self { work: path(dirs.work()), out: path(dirs.out()), tmp: path(dirs.tmp()) }
+    }
+
+    fn in_machine() -> Self {
+        Self { work: microvm::WORK.to_owned(), out: microvm::OUT.to_owned(), tmp: microvm::TMP.to_owned() }
+    }
 }
 
 /// Waits for room on the disk.
@@ -134,7 +175,17 @@ pub async fn prepare<B: Bus, O: Objects>(
         }
         None => dirs.work(),
     };
-    let env = environment(job, name, dirs, &task, &item.to_string());
+    let inside = (task.isolation == Isolation::Microvm).then(|| Box::new(in_machine(job, name, dirs, &task, &item.to_string())));
+    let env = match inside {
+        // Its image has a word in it.
+        Some(_) => BTreeMap::new(),
+        None => {
+            let seen = Seen::of(dirs);
+            let mut env = defaults(&seen, dirs.are_closed());
+            env.extend(own(job, name, &seen, &task, &item.to_string()));
+            env
+        }
+    };
     let path = env.get("PATH").map_or(PATH_DEFAULT, String::as_str).split(':');
     let path = path.map(|folder| bytes(if folder.is_empty() { "." } else { folder })).collect();
     let spawn = Spawn {
@@ -151,34 +202,52 @@ pub async fn prepare<B: Bus, O: Objects>(
         pids: task.resources.pids,
     };
     let grace_ms = task.timeouts.grace.0;
-    Ok(Prepared { task, spawn, limits, grace_ms })
+    Ok(Prepared { task, spawn, limits, grace_ms, inside })
 }
 
 fn bytes(text: &str) -> ByteVec {
     ByteVec::from(text.as_bytes().to_vec())
 }
 
-/// All a task sees: nothing of the worker's own environment.
-fn environment(job: &Job, name: &AttemptName, dirs: &Dirs, task: &ResolvedTask, item: &str) -> BTreeMap<String, String> {
-    let path = |path: std::path::PathBuf| path.to_string_lossy().into_owned();
+fn in_machine(job: &Job, name: &AttemptName, dirs: &Dirs, task: &ResolvedTask, item: &str) -> InMachine {
+    let seen = Seen::in_machine();
+    InMachine {
+        tenant: job.tenant.clone(),
+        // Letters, digits and - only, and at most 34 of them: a host name of any system.
+        hostname: format!("{}-{}-{}", job.id, name.index, name.number),
+        defaults: defaults(&seen, false),
+        own: own(job, name, &seen, task, item),
+        cwd: microvm::workdir(task.workdir.as_deref()),
+        dirs: dirs.clone(),
+        has_files: !task.inputs.is_empty() || task.workdir.as_ref().is_some_and(|workdir| !workdir.starts_with('/')),
+    }
+}
+
+/// What every task has, unless something else is said: nothing of the worker's own environment.
+fn defaults(seen: &Seen, own_user: bool) -> BTreeMap<String, String> {
     let mut env = BTreeMap::from([
         ("PATH".to_owned(), PATH_DEFAULT.to_owned()),
-        ("HOME".to_owned(), path(dirs.work())),
-        ("TMPDIR".to_owned(), path(dirs.tmp())),
+        ("HOME".to_owned(), seen.work.clone()),
+        ("TMPDIR".to_owned(), seen.tmp.clone()),
         ("LANG".to_owned(), LANG_DEFAULT.to_owned()),
     ]);
-    if dirs.are_closed() {
+    if own_user {
         // Slots' users are in no passwd file, where programs look for a name when the environment has none.
         env.extend(["USER", "LOGNAME"].map(|name| (name.to_owned(), USER_NAME.to_owned())));
     }
-    env.extend(task.env.iter().map(|(name, value)| (name.clone(), value.clone())));
+    env
+}
+
+/// What the task says itself, and what Volley tells it.
+fn own(job: &Job, name: &AttemptName, seen: &Seen, task: &ResolvedTask, item: &str) -> BTreeMap<String, String> {
+    let mut env = task.env.clone();
     env.extend([
         ("VOLLEY_JOB".to_owned(), job.id.to_string()),
         ("VOLLEY_TASK_INDEX".to_owned(), name.index.to_string()),
         ("VOLLEY_TASK_COUNT".to_owned(), job.plan.tasks.to_string()),
         ("VOLLEY_ATTEMPT".to_owned(), name.number.to_string()),
         ("VOLLEY_ITEM".to_owned(), item.to_owned()),
-        ("VOLLEY_OUTPUT_DIR".to_owned(), path(dirs.out())),
+        ("VOLLEY_OUTPUT_DIR".to_owned(), seen.out.clone()),
     ]);
     env
 }

@@ -5,9 +5,13 @@
 use volley_jobspecs::failure::FailureClass;
 
 use crate::cgroup::CgroupError;
+use crate::guest::{FilesError, GuestError};
+use crate::image::find::FindError;
+use crate::machines::{ScratchError, TemplateError};
 use crate::prepare::Prepared;
 use crate::runtime::Machine;
 use crate::spawner::SpawnerError;
+use crate::vmm::VmmError;
 
 /// Why a machine is not ready.
 #[derive(Debug, thiserror::Error)]
@@ -24,6 +28,41 @@ pub enum RestoreError {
          cgroup, or leave out task.resources"
     )]
     NoLimits,
+    /// The slot has no such tier.
+    #[error("this worker has no isolation {0:?}")]
+    NoTier(&'static str),
+    /// A mistake of ours.
+    #[error("the task was not prepared for a machine")]
+    NotPrepared,
+    /// There is no template.
+    #[error(transparent)]
+    Template(#[from] TemplateError),
+    /// No machine comes up.
+    #[error("restoring a machine: {0}")]
+    Vmm(#[from] VmmError),
+    /// No disk for it.
+    #[error(transparent)]
+    Scratch(#[from] ScratchError),
+    /// Its agent does not confirm.
+    #[error("restoring a machine: {0}; the machine was killed")]
+    Guest(#[from] GuestError),
+    /// It gave the same random bytes as another one.
+    #[error("a restored machine gave the same random bytes as another one and was killed")]
+    NotUnique,
+    /// This host has no randomness.
+    #[error("the system gives no random bytes: {0}")]
+    Random(String),
+    /// Inputs do not get into it.
+    #[error("copying inputs into the machine: {0}")]
+    Inputs(FilesError),
+    /// They are more than it has room for.
+    #[error("the task's inputs do not fit onto its disk of {} MiB: {why}; raise task.resources.disk", .disk >> 20)]
+    NoSpace {
+        /// The disk's size in bytes.
+        disk: u64,
+        /// What the machine says.
+        why: String,
+    },
 }
 
 impl RestoreError {
@@ -31,8 +70,20 @@ impl RestoreError {
     #[must_use]
     pub fn class(&self) -> FailureClass {
         match self {
-            Self::Spawner(_) | Self::Limits(_) => FailureClass::RestoreFailed,
-            Self::NoLimits => FailureClass::PolicyDenied,
+            Self::Spawner(_)
+            | Self::Limits(_)
+            | Self::NotPrepared
+            | Self::Template(TemplateError::Image(FindError::Missing { .. } | FindError::Several { .. } | FindError::Store(_)))
+            | Self::Template(TemplateError::Build(_))
+            | Self::Vmm(_)
+            | Self::Guest(_)
+            | Self::NotUnique
+            | Self::Random(_)
+            | Self::Inputs(_) => FailureClass::RestoreFailed,
+            Self::Scratch(_) => FailureClass::StorageFailed,
+            Self::NoLimits | Self::NoTier(_) | Self::NoSpace { .. } => FailureClass::PolicyDenied,
+            // Another try would meet the same name.
+            Self::Template(TemplateError::NoImage | TemplateError::Image(FindError::Name(_))) => FailureClass::InputMissing,
         }
     }
 }

@@ -1,10 +1,12 @@
 //! What runs a task: one machine per slot, the same semantics in every isolation tier.
 //!
-//! Owns the trait and the words of its answers. Does not own any tier: `runtime/process` (own session, cgroup and directories on the
-//! host), `runtime/null` (nothing runs).
+//! Owns the trait and the words of its answers. Does not own any tier: `runtime/microvm` (a virtual machine), `runtime/process` (own
+//! session, cgroup and directories on the host), `runtime/null` (nothing runs); `runtime/tiers` chooses among a slot's.
 
+pub mod microvm;
 pub mod null;
 pub mod process;
+pub mod tiers;
 
 use std::future::Future;
 use std::os::fd::OwnedFd;

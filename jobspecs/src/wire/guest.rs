@@ -102,6 +102,13 @@ pub enum Request {
     /// Write out, unmount and switch off. Answer: [`Answer::Done`], before the end.
     #[n(14)]
     Shutdown,
+    /// Mount a disk and make directories on it. Answer: [`Answer::Furnished`]. Agents before this refuse it.
+    #[n(15)]
+    Furnish(#[n(0)] Furnish),
+    /// Give some of the files below a directory, as a tar stream on the call's output. Answer: [`Answer::Files`], behind the stream. Agents
+    /// before this refuse it.
+    #[n(16)]
+    GetNamed(#[n(0)] GetNamed),
 }
 
 /// What the host says on a call of [`Request::Exec`] while it runs.
@@ -254,6 +261,52 @@ pub struct Mount {
     pub owner: Option<(u32, u32)>,
 }
 
+/// A disk to mount, and directories on it.
+#[derive(Debug, Clone, PartialEq, Eq, Encode, Decode)]
+#[cbor(map)]
+pub struct Furnish {
+    /// The disk; it can be written.
+    #[n(0)]
+    pub mount: Mount,
+    /// Directories in its top directory.
+    #[n(1)]
+    pub dirs: Vec<Dir>,
+    /// Whose they become; root's when not given.
+    #[n(2)]
+    pub user: Option<User>,
+}
+
+/// A directory to make.
+#[derive(Debug, Clone, PartialEq, Eq, Encode, Decode)]
+#[cbor(map)]
+pub struct Dir {
+    /// Its name: one, without a slash.
+    #[n(0)]
+    pub name: String,
+    /// Its mode.
+    #[n(1)]
+    pub mode: u32,
+    /// Where else it is to be found; the directory is made if it isn't there.
+    #[n(2)]
+    pub also: Option<String>,
+}
+
+/// Which files below a directory are wanted.
+#[derive(Debug, Clone, PartialEq, Eq, Encode, Decode)]
+#[cbor(map)]
+pub struct GetNamed {
+    /// The directory.
+    #[n(0)]
+    pub dir: String,
+    /// Paths from it: of files, or of directories, which give all below them. One that is not there gives nothing; no link is followed on
+    /// the way.
+    #[n(1)]
+    pub names: Vec<String>,
+    /// How much at most.
+    #[n(2)]
+    pub limits: FileLimits,
+}
+
 /// Which disk.
 #[derive(Debug, Clone, PartialEq, Eq, Encode, Decode)]
 pub enum Disk {
@@ -328,6 +381,13 @@ pub enum Answer {
         /// Processes that live on into it.
         #[n(0)]
         kept: u32,
+    },
+    /// The disk is mounted.
+    #[n(10)]
+    Furnished {
+        /// User and group of the directories, when a user was given.
+        #[n(0)]
+        owner: Option<(u32, u32)>,
     },
 }
 

@@ -12,7 +12,7 @@ use std::io;
 
 use volley_jobspecs::wire::guest::{FileLimits, Files, SKIPPED_LISTED_MAX, SKIPPED_NAME_BYTES_MAX, SkipReason, Skipped};
 
-pub use pack::{PackError, pack};
+pub use pack::{PackError, pack, pack_named};
 pub use unpack::{Unpack, UnpackError, unpack};
 
 /// Deepest directory below the first: each level is held open while it is walked.

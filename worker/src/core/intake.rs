@@ -162,7 +162,8 @@ impl Core {
         let needs = &facts.needs;
         let why = if !info.isolation.contains(&needs.isolation) {
             format!("worker {worker} offers no isolation {:?}; choose another pool or isolation", needs.isolation.as_str())
-        } else if needs.limits && !info.limits {
+        } else if needs.limits && needs.isolation != Isolation::Microvm && !info.limits {
+            // A machine limits what runs in it by itself.
             format!(
                 "worker {worker} can't enforce cpu, memory or pids limits: it has no writable cgroups; run it as root or with a \
                  delegated cgroup, or leave out task.resources"

@@ -12,7 +12,7 @@ use tokio::runtime::Handle;
 use tokio::time::Instant;
 use volley_guest::files::{PackError, Unpack, UnpackError, pack, unpack};
 use volley_jobspecs::wire::guest::mux::Channel;
-use volley_jobspecs::wire::guest::{Answer, Files, Get, Put, Request};
+use volley_jobspecs::wire::guest::{Answer, Files, Get, GetNamed, Put, Request};
 
 use super::{Call, Guest, GuestError};
 
@@ -101,8 +101,26 @@ impl Guest {
     /// # Errors
     /// [`FilesError`]. The guest's refusal comes before a failure here that follows from it.
     pub async fn get(&self, get: Get, dir: OwnedFd, how: Unpack, time_max: Duration) -> Result<(Files, Files), FilesError> {
-        let what = "get";
-        let call = self.link.open(&Request::Get(get))?;
+        self.fetch("get", &Request::Get(get), dir, how, time_max).await
+    }
+
+    /// The same of some files below a directory, by their paths from it.
+    ///
+    /// # Errors
+    /// [`FilesError`].
+    pub async fn get_named(&self, get: GetNamed, dir: OwnedFd, how: Unpack, time_max: Duration) -> Result<(Files, Files), FilesError> {
+        self.fetch("get named", &Request::GetNamed(get), dir, how, time_max).await
+    }
+
+    async fn fetch(
+        &self,
+        what: &'static str,
+        request: &Request,
+        dir: OwnedFd,
+        how: Unpack,
+        time_max: Duration,
+    ) -> Result<(Files, Files), FilesError> {
+        let call = self.link.open(request)?;
         let moved = async {
             let (runtime, deadline) = (Handle::current(), Instant::now() + time_max);
             let task = tokio::task::spawn_blocking(move || {

@@ -13,7 +13,7 @@ use volley_guest::files::Unpack;
 use volley_guest::initramfs;
 use volley_jobspecs::wire::guest::mux::{Channel, WINDOW_BYTES};
 use volley_jobspecs::wire::guest::resync::{FRAME_BYTES, From, Resync, Scanner};
-use volley_jobspecs::wire::guest::{Exec, Exit, FileLimits, Get, Identity, Limits, Put, RefusalKind, User};
+use volley_jobspecs::wire::guest::{Exec, Exit, FileLimits, Get, GetNamed, Identity, Limits, Put, RefusalKind, User};
 use volley_worker::guest::{FilesError, Guest, GuestError, Stream};
 
 use crate::{LIMITS, SOON, finish, run, shell};
@@ -209,6 +209,18 @@ async fn files_go_in_and_come_out() {
     let one = tempfile::tempdir().unwrap();
     guest.get(Get { path: format!("{dir}/d/new"), limits: LIMITS }, open(&one), how, SOON).await.unwrap();
     assert_eq!(fs::read_to_string(one.path().join("new")).unwrap(), "new\n");
+
+    // Some of them, by their paths; what is not there gives nothing, and no link is followed.
+    let some = tempfile::tempdir().unwrap();
+    let names = ["d/new", "none/at/all", "d/link", "d/big/below", "../out"].map(str::to_owned).to_vec();
+    let get_named = GetNamed { dir: dir.clone(), names, limits: LIMITS };
+    let (here, there) = guest.get_named(get_named.clone(), open(&some), how, SOON).await.unwrap();
+    assert_eq!((here.entries, there.skipped_total), (2, 2), "{there:?}");
+    assert_eq!(fs::read_to_string(some.path().join("d/new")).unwrap(), "new\n");
+    assert_eq!(fs::read_link(some.path().join("d/link")).unwrap(), PathBuf::from("big"));
+    let whole = GetNamed { names: vec!["./d/".to_owned()], ..get_named };
+    let (here, _) = guest.get_named(whole, open(&some), how, SOON).await.unwrap();
+    assert_eq!((here.entries, fs::metadata(some.path().join("d/big")).unwrap().len()), (4, 3 << 20));
 
     let refused = |result: Result<_, FilesError>| match result {
         Err(FilesError::Guest(GuestError::Refused(refusal))) => refusal.kind,

@@ -206,7 +206,7 @@ impl World {
     pub async fn until(&mut self, what: &str, mut done: impl FnMut(&mut Self) -> bool) {
         let begin = Instant::now();
         while !done(self) {
-            assert!(begin.elapsed() < Duration::from_secs(30), "waited too long for {what}");
+            assert!(begin.elapsed() < Duration::from_secs(90), "waited too long for {what}");
             if self.running.is_finished() {
                 panic!("worker ended while waiting for {what}");
             }
@@ -227,7 +227,7 @@ impl World {
         let job = JobId(self.next_job);
         self.next_job += 1;
         let spec = format!(r#"{{"version":"volley/v1","name":"t","items":{items},"task":{task}}}"#);
-        let features = Features::with_isolation(&[Isolation::Process, Isolation::Null]);
+        let features = Features::with_isolation(&[Isolation::Process, Isolation::Null, Isolation::Microvm]);
         let valid = parse_and_validate(spec.as_bytes(), &features).unwrap_or_else(|e| panic!("{e}"));
         let tasks = valid.tasks().unwrap() as u32;
         self.offer(JobForWorker {

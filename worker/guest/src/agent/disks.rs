@@ -10,10 +10,12 @@ use std::os::fd::AsRawFd;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
+use rustix::fs::Mode;
 use rustix::mount::{MountFlags, UnmountFlags};
-use volley_jobspecs::wire::guest::{Answer, Disk, Mount, Refusal, RefusalKind};
+use volley_jobspecs::wire::guest::{Answer, Dir, Disk, Furnish, Mount, Refusal, RefusalKind, User};
 
 use super::session::refused;
+use super::users;
 use crate::files;
 
 /// How long a disk's new size is waited for; it takes a few milliseconds.
@@ -53,6 +55,46 @@ fn try_mount(name: &str, mount: &Mount) -> io::Result<()> {
     rustix::mount::mount(format!("/dev/{name}"), &mount.target, &mount.fs, flags, options)?;
     if let Some((uid, gid)) = mount.owner.filter(|_| !mount.read_only) {
         std::os::unix::fs::chown(&mount.target, Some(uid), Some(gid))?;
+    }
+    Ok(())
+}
+
+/// Mounts a disk and makes directories on it.
+pub fn furnish(furnish: &Furnish) -> Answer {
+    let owner = match &furnish.user {
+        None => None,
+        Some(User::Ids { uid, gid, .. }) => Some((*uid, *gid)),
+        Some(User::Named(name)) => match users::find(name) {
+            Some(ids) => Some((ids.uid, ids.gid)),
+            None => return Answer::Refused(Refusal::new(RefusalKind::NotFound, format!("there is no user {name}"))),
+        },
+    };
+    match mount(&furnish.mount) {
+        Answer::Done => {}
+        refused => return refused,
+    }
+    for dir in &furnish.dirs {
+        if let Err(e) = make(Path::new(&furnish.mount.target), dir, owner) {
+            return refused(format_args!("making {} on a disk", dir.name), &e);
+        }
+    }
+    Answer::Furnished { owner }
+}
+
+fn make(top: &Path, dir: &Dir, owner: Option<(u32, u32)>) -> io::Result<()> {
+    if dir.name.is_empty() || dir.name.starts_with('.') || dir.name.contains('/') {
+        return Err(io::ErrorKind::InvalidInput.into());
+    }
+    let path = top.join(&dir.name);
+    fs::create_dir_all(&path)?;
+    if let Some((uid, gid)) = owner {
+        std::os::unix::fs::chown(&path, Some(uid), Some(gid))?;
+    }
+    // Behind the owner, which takes bits away; and whatever the umask is.
+    rustix::fs::chmod(&path, Mode::from_raw_mode(dir.mode))?;
+    if let Some(also) = &dir.also {
+        fs::create_dir_all(also)?;
+        rustix::mount::mount_bind(&path, also)?;
     }
     Ok(())
 }

@@ -11,11 +11,11 @@ use minicbor::bytes::ByteArray;
 use rustix::fs::{Mode, OFlags};
 use volley_jobspecs::wire::decode;
 use volley_jobspecs::wire::guest::mux::Channel;
-use volley_jobspecs::wire::guest::{Answer, Get, Hello, PROTOCOL, Put, Refusal, RefusalKind, Request};
+use volley_jobspecs::wire::guest::{Answer, Files, Get, GetNamed, Hello, PROTOCOL, Put, Refusal, RefusalKind, Request};
 
 use super::session::{Call, Input, Output, refused};
 use super::{Agent, disks, exec, identity, stats};
-use crate::files::{PackError, Unpack, UnpackError, pack, unpack};
+use crate::files::{PackError, Unpack, UnpackError, pack, pack_named, unpack};
 
 /// How long other calls may take to end before a snapshot. Longer than killing takes.
 const PREPARE_WAIT: Duration = Duration::from_secs(40);
@@ -62,6 +62,12 @@ fn carry_out(agent: &Agent, call: &Call, request: &[u8]) {
             call.end(Channel::Output);
             call.finish(&answer);
         }
+        Request::GetNamed(get) => {
+            let answer = give_named(call, &get);
+            call.end(Channel::Output);
+            call.finish(&answer);
+        }
+        Request::Furnish(furnish) => call.finish(&disks::furnish(&furnish)),
         Request::Hello => call.finish(&Answer::Hello(hello(agent, reseed_due))),
         Request::Mount(mount) => call.finish(&disks::mount(&mount)),
         Request::Unmount { target } => call.finish(&disks::unmount(&target)),
@@ -96,6 +102,7 @@ fn before_reseed(request: &Request) -> bool {
 fn changes_machine(request: &Request) -> bool {
     match request {
         Request::Mount(_)
+        | Request::Furnish(_)
         | Request::Unmount { .. }
         | Request::SetClock { .. }
         | Request::SetIdentity(_)
@@ -105,6 +112,7 @@ fn changes_machine(request: &Request) -> bool {
         | Request::Exec(_)
         | Request::Put(_)
         | Request::Get(_)
+        | Request::GetNamed(_)
         | Request::Reseed { .. }
         | Request::Sync
         | Request::Stats
@@ -158,7 +166,16 @@ fn open_target(path: &Path, owner: Option<(u32, u32)>) -> std::io::Result<OwnedF
 fn give_files(call: &Call, get: &Get) -> Answer {
     // Small writes are gathered: each one would be a frame.
     let mut out = std::io::BufWriter::with_capacity(32 * 1024, Output(call));
-    match pack(Path::new(&get.path), &mut out, get.limits) {
+    given(pack(Path::new(&get.path), &mut out, get.limits))
+}
+
+fn give_named(call: &Call, get: &GetNamed) -> Answer {
+    let mut out = std::io::BufWriter::with_capacity(32 * 1024, Output(call));
+    given(pack_named(Path::new(&get.dir), &get.names, &mut out, get.limits))
+}
+
+fn given(packed: Result<Files, PackError>) -> Answer {
+    match packed {
         Ok(files) => Answer::Files(files),
         Err(e) => {
             let (kind, errno) = match &e {

@@ -57,9 +57,27 @@ pub fn pack(path: &Path, out: impl Write, limits: FileLimits) -> Result<Files, P
     let stat = rustix::fs::fstat(&opened).map_err(failed)?;
     let mut packer = Packer { out: tar::Builder::new(out), tally: Tally::new(limits), seen: BTreeMap::new() };
     match FileType::from_raw_mode(stat.st_mode) {
-        FileType::Directory => packer.walk(opened)?,
+        FileType::Directory => packer.walk(opened, Vec::new())?,
         FileType::RegularFile => packer.file(path.file_name().unwrap_or_default().as_bytes(), opened, &stat)?,
         _ => packer.tally.skip(path.file_name().unwrap_or_default().as_bytes(), SkipReason::Special),
+    }
+    let Packer { mut out, tally, .. } = packer;
+    out.finish().map_err(PackError::Stream)?;
+    out.get_mut().flush().map_err(PackError::Stream)?;
+    Ok(tally.files)
+}
+
+/// Writes the files below `dir`, a directory, that have these paths from it, and all below those that are directories. What is not there is
+/// passed over.
+///
+/// # Errors
+/// [`PackError`].
+pub fn pack_named(dir: &Path, names: &[String], out: impl Write, limits: FileLimits) -> Result<Files, PackError> {
+    let failed = |source: Errno| PackError::File { path: dir.display().to_string(), source: source.into() };
+    let root = rustix::fs::open(dir, OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty()).map_err(failed)?;
+    let mut packer = Packer { out: tar::Builder::new(out), tally: Tally::new(limits), seen: BTreeMap::new() };
+    for name in names {
+        packer.named(&root, name.as_bytes())?;
     }
     let Packer { mut out, tally, .. } = packer;
     out.finish().map_err(PackError::Stream)?;
@@ -82,8 +100,35 @@ struct Level {
 }
 
 impl<W: Write> Packer<W> {
-    fn walk(&mut self, dir: OwnedFd) -> Result<(), PackError> {
-        let mut levels = vec![open_level(dir, Vec::new())?];
+    /// One of those that were asked for by name.
+    fn named(&mut self, root: &OwnedFd, path: &[u8]) -> Result<(), PackError> {
+        let Some(names) = below::names(path) else {
+            self.tally.skip(path, SkipReason::Outside);
+            return Ok(());
+        };
+        let Some((last, way)) = names.split_last() else { return Ok(()) };
+        let path: Vec<u8> = names.iter().map(|name| name.as_bytes()).collect::<Vec<_>>().join(&b'/');
+        let dir = match below::open_dir(root, way, None) {
+            Ok(dir) => dir,
+            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(()),
+            Err(e) if matches!(e.raw_os_error(), Some(libc::ELOOP | libc::ENOTDIR)) => {
+                self.tally.skip(&path, SkipReason::InTheWay);
+                return Ok(());
+            }
+            Err(source) => return Err(PackError::File { path: String::from_utf8_lossy(&path).chars().take(256).collect(), source }),
+        };
+        if matches!(rustix::fs::statat(&dir, last, AtFlags::SYMLINK_NOFOLLOW), Err(Errno::NOENT)) {
+            return Ok(());
+        }
+        match self.entry(&dir, last, &path)? {
+            Some(dir) => self.walk(dir, path),
+            None => Ok(()),
+        }
+    }
+
+    /// All below a directory, whose own path is `path`.
+    fn walk(&mut self, dir: OwnedFd, path: Vec<u8>) -> Result<(), PackError> {
+        let mut levels = vec![open_level(dir, path)?];
         while let Some(level) = levels.last_mut() {
             let Some((name, _)) = level.names.next() else {
                 levels.pop();

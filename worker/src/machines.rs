@@ -1,0 +1,281 @@
+//! What all slots with machines share: the VMM, images, templates, machines that wait, scratch disks.
+//!
+//! Owns opening all of it, and from what a task says to the template it runs from. Does not own any machine (`runtime/microvm`).
+
+mod scratch;
+
+use std::collections::VecDeque;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use volley_guest::initramfs::{self, InitramfsError};
+use volley_jobspecs::ids::TenantId;
+use volley_jobspecs::plan::MICROVM_MEMORY_BYTES_DEFAULT;
+use volley_jobspecs::spec::Resources;
+
+use crate::config::MachineConfig;
+use crate::image::find::{FindError, find};
+use crate::image::kernel::{self, Kernel, KernelError, Places};
+use crate::image::oci::Config as ImageConfig;
+use crate::image::{ImageNote, Store};
+use crate::standby::{self, Standby};
+use crate::template::{BuildError, Builder, Owner, Recipe, Template, Templates};
+use crate::vmm::kvm;
+use crate::vmm::qemu::Qemu;
+use crate::vmm::spawner::{MachineSpawner, SpawnError};
+use crate::vmm::{Size, Vmm, VmmError};
+
+pub use scratch::{DISK_BYTES_DEFAULT, ScratchDisk, ScratchDisks, ScratchError};
+
+/// What a machine has beyond its task's memory, in bytes: the kernel and what it keeps (some 45 MiB), the agent with what it sets aside for
+/// itself (24 MiB), and what is written outside the scratch disk.
+const OVERHEAD_BYTES: u64 = 96 << 20;
+/// Machines come in steps of this many bytes of memory: each size is a template of its own.
+const MEMORY_STEP_BYTES: u64 = 64 << 20;
+/// Most virtual processors of a machine.
+const VCPUS_MAX: u32 = 32;
+/// The host's memory that a machine takes while it waits, in bytes: 34 to 39 MB were measured with QEMU, shared pages divided.
+const STANDBY_BYTES: u64 = 40 << 20;
+/// Proofs of reseeds that are remembered: of more machines than a host runs in an hour.
+const PROOFS_KEPT: usize = 4_096;
+
+/// Why a worker can't offer machines.
+#[derive(Debug, thiserror::Error)]
+pub enum MachinesError {
+    /// Nothing can be started.
+    #[error(transparent)]
+    Spawn(#[from] SpawnError),
+    /// No VMM.
+    #[error(transparent)]
+    Vmm(#[from] VmmError),
+    /// No kernel.
+    #[error(transparent)]
+    Kernel(#[from] KernelError),
+    /// No agent, or not the kernel's modules.
+    #[error(transparent)]
+    Initramfs(#[from] InitramfsError),
+    /// A directory or file.
+    #[error("{what} {}: {source}", .path.display())]
+    Io {
+        /// What it is.
+        what: &'static str,
+        /// Where.
+        path: PathBuf,
+        /// What the system says.
+        source: io::Error,
+    },
+}
+
+/// Why a task has no template.
+#[derive(Debug, thiserror::Error)]
+pub enum TemplateError {
+    /// Its image is not here.
+    #[error(transparent)]
+    Image(#[from] FindError),
+    /// It can't be built.
+    #[error(transparent)]
+    Build(#[from] Arc<BuildError>),
+    /// The task names no image.
+    #[error("the task names no image; isolation \"microvm\" needs one: task.image")]
+    NoImage,
+}
+
+/// What a task runs from.
+#[derive(Debug, Clone)]
+pub struct Found {
+    /// The template.
+    pub template: Arc<Template>,
+    /// What the image says of its programs.
+    pub image: ImageConfig,
+}
+
+/// What slots with machines share.
+#[derive(Debug)]
+pub struct Machines {
+    /// The VMM.
+    pub vmm: Arc<dyn Vmm>,
+    /// Machines that wait.
+    pub standby: Standby,
+    /// Scratch disks.
+    pub scratch: ScratchDisks,
+    store: Store,
+    kernel: Kernel,
+    kernel_hash: [u8; 32],
+    initrd: PathBuf,
+    initrd_hash: [u8; 32],
+    templates: Templates,
+    build_time: Duration,
+    proofs: Mutex<VecDeque<[u8; 32]>>,
+}
+
+impl Machines {
+    /// Opens everything. `dir` is emptied; it is the worker's alone.
+    ///
+    /// # Errors
+    /// [`MachinesError`], one line that says what is missing.
+    pub async fn open(config: &MachineConfig, dir: &Path, slots: u32) -> Result<Self, MachinesError> {
+        let at = |what, path: &Path| {
+            let path = path.to_owned();
+            move |source| MachinesError::Io { what, path, source }
+        };
+        crate::dirs::remove_all(dir).map_err(at("clearing", dir))?;
+        std::fs::create_dir_all(dir).map_err(at("making", dir))?;
+        let mode = std::os::unix::fs::PermissionsExt::from_mode(0o700);
+        std::fs::set_permissions(dir, mode).map_err(at("closing", dir))?;
+        let spawner = match &config.spawner {
+            Some(spawner) => spawner.clone(),
+            None => MachineSpawner::start()?,
+        };
+        let kvm = kvm::probe(&spawner).await;
+        let vmm: Arc<dyn Vmm> = Arc::new(Qemu::open(spawner, config.qemu.as_deref(), kvm).await?);
+        if let Some(why) = vmm.capabilities().why_emulated {
+            tracing::warn!("machines are emulated in software, which is slow: {why}");
+        }
+        for missing in &vmm.capabilities().missing {
+            tracing::warn!("machines are not shut off from {missing}; run the worker as root for that");
+        }
+        let kernel = kernel::find(config.kernel.as_deref(), &Places::of_process())?;
+        let hash = |path: &Path| std::fs::read(path).map(|bytes| *blake3::hash(&bytes).as_bytes());
+        let kernel_hash = hash(&kernel.path).map_err(at("reading the kernel", &kernel.path))?;
+        let agent = match &config.agent {
+            Some(agent) => agent.clone(),
+            None => initramfs::find_agent()?,
+        };
+        let modules = config.modules.clone().or_else(|| modules_of(&kernel));
+        let disk = initramfs::build(&agent, modules.as_deref(), &initramfs::MODULES)?;
+        let (initrd, initrd_hash) = (dir.join("initrd"), *blake3::hash(&disk).as_bytes());
+        std::fs::write(&initrd, disk).map_err(at("writing", &initrd))?;
+        let store = Store::open(&config.images).map_err(at("opening the images in", &config.images))?;
+        let scratch = ScratchDisks::open(&dir.join("scratch"), config.mke2fs.clone()).map_err(at("making", dir))?;
+        let machines_max = u32::try_from(config.standby_bytes_max / STANDBY_BYTES).unwrap_or(u32::MAX);
+        let limits = standby::Limits { machines_max, of_one_max: config.standby_of_one_max.unwrap_or(slots) };
+        Ok(Self {
+            standby: Standby::new(vmm.clone(), limits),
+            vmm,
+            scratch,
+            store,
+            kernel,
+            kernel_hash,
+            initrd,
+            initrd_hash,
+            templates: Templates::new(config.templates_bytes_max),
+            build_time: Duration::from_millis(config.build_ms_max),
+            proofs: Mutex::default(),
+        })
+    }
+
+    /// The template that a task runs from, built if it isn't there.
+    ///
+    /// # Errors
+    /// [`TemplateError`].
+    pub async fn template(&self, tenant: &TenantId, image: Option<&str>, resources: &Resources) -> Result<Found, TemplateError> {
+        let (store, text) = (self.store.clone(), image.ok_or(TemplateError::NoImage)?.to_owned());
+        let found = tokio::task::spawn_blocking(move || find(&store, &text)).await;
+        let (note, root) = found.unwrap_or_else(|e| Err(FindError::Store(io::Error::other(e))))?;
+        let recipe = Recipe {
+            owner: Owner::Tenant(tenant.clone()),
+            image: note.digest.clone(),
+            root,
+            kernel: self.kernel_hash,
+            initrd: self.initrd_hash,
+            words: String::new(),
+            size: size(resources),
+            warm_up: Vec::new(),
+            keep_processes: false,
+            vmm: self.vmm.capabilities().identity.clone(),
+        };
+        let mut template = self.templates.get(&recipe, || self.builder(&note)).await;
+        if let Err(why) = &template
+            && matches!(**why, BuildError::NoRoom(_))
+            && self.standby.clear().await > 0
+        {
+            // Machines that only waited held templates that nobody runs.
+            template = self.templates.get(&recipe, || self.builder(&note)).await;
+        }
+        Ok(Found { template: template?, image: note.config })
+    }
+
+    /// Ends what waits. Machines of attempts are their slots'.
+    pub async fn close(&self) {
+        self.standby.close().await;
+    }
+
+    fn builder(&self, note: &ImageNote) -> Builder {
+        Builder {
+            vmm: self.vmm.clone(),
+            kernel: self.kernel.path.clone(),
+            initrd: self.initrd.clone(),
+            root: self.store.root(&note.root),
+            env: image_env(&note.config),
+            time_max: self.build_time,
+        }
+    }
+
+    /// Takes note of a reseed's proof. False: another machine gave the same, so the two are one.
+    #[must_use]
+    pub fn is_fresh(&self, proof: [u8; 32]) -> bool {
+        let mut proofs = self.proofs.lock().unwrap_or_else(PoisonError::into_inner);
+        if proofs.contains(&proof) {
+            return false;
+        }
+        if proofs.len() >= PROOFS_KEPT {
+            proofs.pop_front();
+        }
+        proofs.push_back(proof);
+        true
+    }
+
+    /// What every result of a machine says, where software emulates the processor.
+    #[must_use]
+    pub fn label(&self) -> Option<String> {
+        let capabilities = self.vmm.capabilities();
+        let identity = &capabilities.identity;
+        capabilities.emulated.then(|| {
+            format!("its machine was emulated in software ({} {}, {})", identity.vmm, identity.version, identity.accelerator.as_str())
+        })
+    }
+}
+
+/// An image's environment, in pairs.
+#[must_use]
+pub fn image_env(config: &ImageConfig) -> Vec<(String, String)> {
+    let pairs = config.env.iter().filter_map(|pair| pair.split_once('='));
+    pairs.filter(|(name, _)| !name.is_empty()).map(|(name, value)| (name.to_owned(), value.to_owned())).collect()
+}
+
+/// The machine for a task's resources.
+#[must_use]
+pub fn size(resources: &Resources) -> Size {
+    let vcpus = resources.cpus.map_or(1, |cpus| cpus.0.div_ceil(1_000)).clamp(1, VCPUS_MAX);
+    let memory = resources.memory.map_or(MICROVM_MEMORY_BYTES_DEFAULT, |memory| memory.0).saturating_add(OVERHEAD_BYTES);
+    let memory_bytes = memory.div_ceil(MEMORY_STEP_BYTES).saturating_mul(MEMORY_STEP_BYTES);
+    Size { vcpus: u8::try_from(vcpus).unwrap_or(u8::MAX), memory_bytes }
+}
+
+/// Where a kernel's modules are: beside it, as deploy/setup.sh unpacks them, or where a distribution installs them. None: it is said by the
+/// RAM disk's builder which module is missing, or the kernel has all of them built in.
+fn modules_of(kernel: &Kernel) -> Option<PathBuf> {
+    let beside = kernel.path.parent().map(|dir| dir.join("modules"));
+    let installed = Path::new("/lib/modules").join(&kernel.release);
+    beside.into_iter().chain([installed]).find(|dir| dir.is_dir())
+}
+
+#[cfg(test)]
+mod tests {
+    use volley_jobspecs::spec::{ByteSize, MilliCpus};
+
+    use super::*;
+
+    #[test]
+    fn a_machine_holds_its_task_and_what_it_needs_itself() {
+        let of = |cpus: u32, mib: u64| {
+            size(&Resources { cpus: Some(MilliCpus(cpus)), memory: Some(ByteSize(mib << 20)), ..Resources::default() })
+        };
+        assert_eq!(of(1, 32), Size { vcpus: 1, memory_bytes: 128 << 20 });
+        assert_eq!(of(1_001, 33), Size { vcpus: 2, memory_bytes: 192 << 20 });
+        assert_eq!(of(u32::MAX, u64::MAX >> 20).vcpus, 32);
+        assert_eq!(size(&Resources::default()), Size { vcpus: 1, memory_bytes: 640 << 20 });
+    }
+}

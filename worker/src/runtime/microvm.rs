@@ -1,0 +1,226 @@
+//! The microvm tier: a machine of its own for each attempt, restored from a template and destroyed with it.
+//!
+//! Owns a slot's machine and the order of its life: restored, made unlike its siblings, given a scratch disk and inputs, its command run,
+//! its outputs fetched, killed. How it is made ready is in `microvm/ready`, how its command runs in `microvm/command`. Does not own VMMs
+//! (`vmm`), the agent's calls (`guest`) or templates (`machines`).
+//!
+//! What the guest says is its own word only. It ends as *guest lost* when it says nothing, and its machine is killed whatever it does.
+
+mod command;
+mod ready;
+
+use std::os::fd::OwnedFd;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::task::JoinHandle;
+use volley_guest::files::{Unpack, UnpackError};
+use volley_jobspecs::failure::FailureClass;
+use volley_jobspecs::wire::guest::{FileLimits, Get, GetNamed, Put, RefusalKind};
+
+use super::{Exit, Machine, Streams};
+use crate::attempt::Force;
+use crate::dirs::Dirs;
+use crate::execute::ExecuteError;
+use crate::guest::{FilesError, Guest, GuestError};
+use crate::machines::{self, Machines};
+use crate::persist::PersistError;
+use crate::prepare::{InMachine, Prepared};
+use crate::restore::RestoreError;
+use crate::vmm::VmmError;
+use crate::vmm::spawner::proto::Exited;
+use command::Running;
+use ready::Ready;
+
+/// Where the scratch disk is mounted in a machine.
+pub const SCRATCH: &str = "/volley";
+/// Where a command starts, its HOME.
+pub const WORK: &str = "/volley/work";
+/// Its VOLLEY_OUTPUT_DIR.
+pub const OUT: &str = "/volley/out";
+/// Its TMPDIR; it lies on the scratch disk too.
+pub const TMP: &str = "/tmp";
+
+/// How long inputs may take to get into a machine, and outputs out of it: an emulated one moves some 20 MB a second.
+const FILES_WAIT: Duration = Duration::from_secs(900);
+/// Most files, directories and links moved at once: those that can be kept (`persist`), and directories for them.
+const ENTRIES_MAX: u64 = 200_000;
+/// Longest path: what Linux takes.
+const PATH_BYTES_MAX: u32 = 4_096;
+/// Bits of modes that files of a machine keep on the host: they run as nobody there.
+const MODE_MASK: u32 = 0o777;
+
+/// A slot of the microvm tier.
+#[derive(Debug)]
+pub struct MicrovmMachine {
+    machines: Arc<Machines>,
+    ready: Option<Ready>,
+    running: Option<Running>,
+    /// Machines that are being killed.
+    dying: Option<JoinHandle<Result<Exited, VmmError>>>,
+}
+
+impl MicrovmMachine {
+    /// A slot in which nothing ran yet.
+    #[must_use]
+    pub fn new(machines: Arc<Machines>) -> Self {
+        Self { machines, ready: None, running: None, dying: None }
+    }
+
+    /// What every result of this slot says.
+    #[must_use]
+    pub fn label(&self) -> Option<String> {
+        self.machines.label()
+    }
+
+    /// Kills the machine, whatever it does. [`MicrovmMachine::release`] waits for its end.
+    pub fn kill(&mut self) {
+        self.running = None;
+        if let Some(Ready { vm, guest, .. }) = self.ready.take() {
+            drop(guest);
+            self.dying = Some(tokio::spawn(vm.kill()));
+        }
+    }
+
+    /// Kills the machine and waits until nothing is left of it.
+    pub async fn release(&mut self) {
+        self.kill();
+        match self.dying.take() {
+            None => {}
+            Some(dying) => match dying.await {
+                Ok(Ok(_exited)) => {}
+                Ok(Err(why)) => tracing::error!("a machine's end: {}", crate::chain(&why)),
+                // The runtime ends, and the process with it.
+                Err(_) => {}
+            },
+        }
+    }
+
+    /// Copies inputs into the machine.
+    async fn put_inputs(&self, ready: &Ready, inside: &InMachine) -> Result<(), RestoreError> {
+        if !inside.has_files {
+            return Ok(());
+        }
+        let put = Put { dir: WORK.to_owned(), owner: ready.owner, limits: limits(ready.scratch_bytes) };
+        let put = ready.guest.put(put, inside.dirs.work(), FILES_WAIT).await;
+        put.map(drop).map_err(|why| match why {
+            FilesError::Guest(GuestError::Refused(refusal)) if matches!(refusal.kind, RefusalKind::NoSpace | RefusalKind::TooMuch) => {
+                RestoreError::NoSpace { disk: ready.scratch_bytes, why: refusal.text }
+            }
+            other => RestoreError::Inputs(other),
+        })
+    }
+
+    /// Fetches what the command left into the slot's directories, where it is found as if the command had run there. Nothing of the
+    /// machine is believed but that these are files.
+    ///
+    /// # Errors
+    /// [`PersistError::Machine`].
+    pub async fn collect(&mut self, prepared: &Prepared, dirs: &Dirs) -> Result<(), PersistError> {
+        let (Some(ready), Some(_)) = (&self.ready, &prepared.inside) else { return Ok(()) };
+        let how = Unpack { owner: dirs.owner(), mode_mask: MODE_MASK, limits: limits(ready.scratch_bytes) };
+        let local = |source| PersistError::Read { path: dirs.out(), source };
+        let out = get_all(&ready.guest, crate::beneath::root(&dirs.out()).map_err(local)?, how);
+        let fetched = if prepared.task.outputs.is_empty() {
+            out.await
+        } else {
+            // What is there are the inputs, as they were.
+            dirs.empty_work().map_err(local)?;
+            let work = get_named(&ready.guest, crate::beneath::root(&dirs.work()).map_err(local)?, &prepared.task.outputs, how);
+            futures::try_join!(out, work).map(drop)
+        };
+        match fetched {
+            Ok(()) => Ok(()),
+            Err(why) => Err(self.not_collected(why).await),
+        }
+    }
+
+    async fn not_collected(&self, why: FilesError) -> PersistError {
+        let class = match &why {
+            FilesError::Guest(GuestError::Refused(refusal)) if refusal.kind == RefusalKind::TooMuch => FailureClass::PolicyDenied,
+            FilesError::Unpack(UnpackError::TooMuch(_)) => FailureClass::PolicyDenied,
+            FilesError::Unpack(UnpackError::File { .. }) => FailureClass::StorageFailed,
+            FilesError::Guest(_) | FilesError::Pack(_) | FilesError::Unpack(_) | FilesError::Thread(_) => FailureClass::GuestLost,
+        };
+        let text = match (&self.ready, &why) {
+            (Some(ready), FilesError::Guest(GuestError::Lost(_))) => command::cause_of(&*ready.vm).await.to_string(),
+            _ => crate::chain(&why),
+        };
+        PersistError::Machine { class, why: text }
+    }
+}
+
+/// How much may be moved: what fits onto the scratch disk.
+fn limits(scratch_bytes: u64) -> FileLimits {
+    FileLimits { bytes: scratch_bytes, entries: ENTRIES_MAX, path_bytes: PATH_BYTES_MAX }
+}
+
+async fn get_all(guest: &Guest, to: OwnedFd, how: Unpack) -> Result<(), FilesError> {
+    let get = Get { path: OUT.to_owned(), limits: how.limits };
+    match guest.get(get, to, how, FILES_WAIT).await {
+        Ok(_) => Ok(()),
+        // The command removed the directory.
+        Err(FilesError::Guest(GuestError::Refused(refusal))) if refusal.kind == RefusalKind::NotFound => Ok(()),
+        Err(why) => Err(why),
+    }
+}
+
+async fn get_named(guest: &Guest, to: OwnedFd, names: &[String], how: Unpack) -> Result<(), FilesError> {
+    let get = GetNamed { dir: WORK.to_owned(), names: names.to_vec(), limits: how.limits };
+    match guest.get_named(get, to, how, FILES_WAIT).await {
+        Ok(_) => Ok(()),
+        Err(FilesError::Guest(GuestError::Refused(refusal))) if refusal.kind == RefusalKind::NotFound => Ok(()),
+        Err(why) => Err(why),
+    }
+}
+
+impl Machine for MicrovmMachine {
+    async fn restore(&mut self, prepared: &Prepared) -> Result<(), RestoreError> {
+        // One of an attempt that was given up before it began.
+        self.release().await;
+        let inside = prepared.inside.as_deref().ok_or(RestoreError::NotPrepared)?;
+        let (tenant, task) = (&inside.tenant, &prepared.task);
+        let found = self.machines.template(tenant, task.image.as_deref(), &task.resources).await?;
+        let ready = ready::make(&self.machines, &found, inside, task.resources.disk.map(|disk| disk.0)).await?;
+        let put = self.put_inputs(&ready, inside).await;
+        self.ready = Some(ready);
+        put
+    }
+
+    async fn start(&mut self, prepared: &Prepared) -> Result<Streams, ExecuteError> {
+        let (Some(ready), Some(inside)) = (&self.ready, prepared.inside.as_deref()) else { return Err(ExecuteError::Lost) };
+        let (running, streams) = command::start(ready, prepared, inside)?;
+        self.running = Some(running);
+        Ok(streams)
+    }
+
+    async fn wait(&self) -> Result<Exit, ExecuteError> {
+        let (Some(ready), Some(running)) = (&self.ready, &self.running) else { return Err(ExecuteError::Lost) };
+        running.wait(&*ready.vm).await
+    }
+
+    async fn stop(&self, force: Force) {
+        if let Some(running) = &self.running {
+            running.stop(force);
+        }
+    }
+}
+
+/// The environment of a command: what every task has, the image's, and the task's own, of which the later counts.
+fn environment(inside: &InMachine, image: &crate::image::oci::Config) -> Vec<(String, String)> {
+    let mut env = inside.defaults.clone();
+    env.extend(machines::image_env(image));
+    env.extend(inside.own.iter().map(|(name, value)| (name.clone(), value.clone())));
+    env.into_iter().collect()
+}
+
+/// Where a command of a machine starts.
+#[must_use]
+pub fn workdir(workdir: Option<&str>) -> String {
+    match workdir {
+        None => WORK.to_owned(),
+        // An absolute one replaces the whole path.
+        Some(dir) => Path::new(WORK).join(dir).to_string_lossy().into_owned(),
+    }
+}

@@ -1,0 +1,158 @@
+//! Machines that wait for a task: restored and standing still, some for each template that tasks want.
+//!
+//! Owns the machines and the restores under way. How many there should be is decided by `standby/pools` (pure). A machine is taken once,
+//! serves one attempt, and is destroyed by whoever took it.
+
+mod pools;
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::{Duration, Instant};
+
+use futures::future::join_all;
+
+use crate::template::{Template, TemplateName};
+use crate::vmm::{Vm, Vmm};
+use pools::{Action, MachineId, Pools};
+
+pub use pools::Limits;
+
+/// Between looks at what has waited for too long.
+const LOOK_EVERY: Duration = Duration::from_millis(500);
+
+#[derive(Debug)]
+struct State {
+    pools: Pools,
+    templates: BTreeMap<TemplateName, Arc<Template>>,
+    machines: BTreeMap<MachineId, Box<dyn Vm>>,
+    /// No more are made.
+    closed: bool,
+}
+
+#[derive(Debug)]
+struct Inner {
+    vmm: Arc<dyn Vmm>,
+    begin: Instant,
+    state: Mutex<State>,
+}
+
+/// The machines that wait on a host. When it is dropped they are killed.
+#[derive(Debug, Clone)]
+pub struct Standby {
+    inner: Arc<Inner>,
+}
+
+impl Standby {
+    /// None yet.
+    #[must_use]
+    pub fn new(vmm: Arc<dyn Vmm>, limits: Limits) -> Self {
+        let state = State { pools: Pools::new(limits), templates: BTreeMap::new(), machines: BTreeMap::new(), closed: false };
+        let inner = Arc::new(Inner { vmm, begin: Instant::now(), state: Mutex::new(state) });
+        tokio::spawn(look(Arc::downgrade(&inner)));
+        Self { inner }
+    }
+
+    /// Takes a machine that waits, if one does, and has others made ready. It stands still and has its template's disks.
+    #[must_use]
+    pub fn take(&self, template: &Arc<Template>) -> Option<Box<dyn Vm>> {
+        let mut state = self.inner.lock();
+        state.templates.entry(template.name).or_insert_with(|| template.clone());
+        let now_ms = self.inner.now_ms();
+        let id = state.pools.take(now_ms, template.name);
+        let vm = id.and_then(|id| state.machines.remove(&id));
+        self.inner.carry_out(&mut state);
+        vm
+    }
+
+    /// How many wait.
+    #[must_use]
+    pub fn waiting(&self) -> usize {
+        self.inner.lock().machines.len()
+    }
+
+    /// Kills all that wait, and lets go of their templates. How many there were.
+    pub async fn clear(&self) -> usize {
+        let machines = self.inner.lock().empty();
+        let count = machines.len();
+        for killed in join_all(machines.into_values().map(Vm::kill)).await {
+            if let Err(why) = killed {
+                tracing::error!("the end of a machine that waited: {}", crate::chain(&why));
+            }
+        }
+        count
+    }
+
+    /// The same, for good: no machine is made any more.
+    pub async fn close(&self) {
+        self.inner.lock().closed = true;
+        self.clear().await;
+    }
+}
+
+impl State {
+    /// Forgets everything. The machines that waited.
+    fn empty(&mut self) -> BTreeMap<MachineId, Box<dyn Vm>> {
+        self.pools.clear();
+        self.templates.clear();
+        std::mem::take(&mut self.machines)
+    }
+}
+
+impl Inner {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        // A change that a panic cut short leaves a machine out, which is then killed at the end.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn now_ms(&self) -> u64 {
+        u64::try_from(self.begin.elapsed().as_millis()).unwrap_or(u64::MAX)
+    }
+
+    /// Does what the pools want.
+    fn carry_out(self: &Arc<Self>, state: &mut State) {
+        if state.closed {
+            return;
+        }
+        for action in state.pools.plan(self.now_ms()) {
+            match action {
+                Action::Start(name) => {
+                    if let Some(template) = state.templates.get(&name) {
+                        tokio::spawn(start(Arc::downgrade(self), self.vmm.clone(), template.clone()));
+                    }
+                }
+                // Dropped, it is killed.
+                Action::Kill(id) => drop(state.machines.remove(&id)),
+                Action::Forget(name) => drop(state.templates.remove(&name)),
+            }
+        }
+    }
+}
+
+/// Restores a machine that then waits.
+async fn start(inner: Weak<Inner>, vmm: Arc<dyn Vmm>, template: Arc<Template>) {
+    let restored = vmm.restore(&template.snapshot, &[]).await;
+    let Some(inner) = inner.upgrade() else { return };
+    let mut state = inner.lock();
+    let now_ms = inner.now_ms();
+    match restored {
+        Ok(vm) => {
+            // One that is not wanted any more is dropped, which kills it.
+            if let Some(id) = state.pools.restored(now_ms, template.name) {
+                state.machines.insert(id, vm);
+            }
+        }
+        Err(why) => {
+            tracing::warn!(template = %template.name, "no machine for the standby pool: {}", crate::chain(&why));
+            state.pools.failed(now_ms, template.name);
+        }
+    }
+    inner.carry_out(&mut state);
+}
+
+async fn look(inner: Weak<Inner>) {
+    loop {
+        tokio::time::sleep(LOOK_EVERY).await;
+        let Some(inner) = inner.upgrade() else { return };
+        inner.carry_out(&mut inner.lock());
+    }
+}

@@ -1,0 +1,300 @@
+//! Templates: a machine booted once, warmed up, saved; and whoever asks for one gets it from memory.
+//!
+//! Owns what a template is and its name ([`Recipe`]), one build of each at a time on a host, and keeping them in memory within a budget.
+//! How one is built is in `template/build`, what is kept in `template/shelf` (pure). Does not own images or VMMs, nor who may use which
+//! template: whoever asks has looked that its tenant may use the image.
+//!
+//! A template is three files: the root disk (from the image), [`Template::memory`] and [`Template::state`]. Those two, with the recipe, are
+//! what another host needs to restore from it; sending them there is not built yet.
+
+mod build;
+mod recipe;
+mod shelf;
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use futures::FutureExt;
+use futures::future::{BoxFuture, Shared};
+
+use crate::vmm::Snapshot;
+use crate::vmm::files::Frozen;
+use shelf::Shelf;
+
+pub use build::{BuildError, Builder, last_lines};
+pub use recipe::{Owner, Recipe, TemplateName, WarmUp};
+pub use shelf::NoRoom;
+
+/// How long a failed build stands for all who ask. Tasks of one job ask at once, and again and again; each try takes a machine's whole boot.
+const FAILURE_KEPT: Duration = Duration::from_secs(15);
+
+/// A template in memory.
+#[derive(Debug)]
+pub struct Template {
+    /// Its name.
+    pub name: TemplateName,
+    /// What it was made of.
+    pub recipe: Recipe,
+    /// What machines are restored from.
+    pub snapshot: Snapshot,
+    /// Processes of the warm-up that live on in it.
+    pub kept_processes: u32,
+}
+
+impl Template {
+    /// Its machine's memory.
+    #[must_use]
+    pub fn memory(&self) -> &Frozen {
+        &self.snapshot.memory
+    }
+
+    /// The state of its machine's devices.
+    #[must_use]
+    pub fn state(&self) -> &Frozen {
+        &self.snapshot.state
+    }
+
+    /// The host's memory that it takes, however many machines are restored from it.
+    fn bytes(&self) -> u64 {
+        [self.memory(), self.state()].into_iter().map(|file| file.allocated_bytes().unwrap_or(0)).sum()
+    }
+}
+
+type Building = Shared<BoxFuture<'static, Result<Arc<Template>, Arc<BuildError>>>>;
+
+#[derive(Debug)]
+enum Place {
+    Building(Building),
+    Ready(Arc<Template>),
+    Failed(Arc<BuildError>, Instant),
+}
+
+#[derive(Debug)]
+struct State {
+    shelf: Shelf,
+    places: BTreeMap<TemplateName, Place>,
+}
+
+/// The templates of a host.
+#[derive(Debug, Clone)]
+pub struct Templates {
+    state: Arc<Mutex<State>>,
+}
+
+impl Templates {
+    /// None yet; they may take so much of the host's memory.
+    #[must_use]
+    pub fn new(bytes_max: u64) -> Self {
+        Self { state: Arc::new(Mutex::new(State { shelf: Shelf::new(bytes_max), places: BTreeMap::new() })) }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        // A change that a panic cut short leaves a template out, which is then built again.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The template of a recipe, which is built if it is not there. Whoever else asks meanwhile waits for the same build, and gets the same
+    /// error. A build goes on when nobody waits any more.
+    ///
+    /// # Errors
+    /// [`BuildError`].
+    pub async fn get(&self, recipe: &Recipe, build: impl FnOnce() -> Builder) -> Result<Arc<Template>, Arc<BuildError>> {
+        let building = {
+            let mut state = self.lock();
+            let state = &mut *state;
+            let name = recipe.name();
+            match state.places.get(&name) {
+                Some(Place::Ready(template)) => {
+                    state.shelf.touch(&name);
+                    return Ok(template.clone());
+                }
+                Some(Place::Failed(why, at)) if at.elapsed() < FAILURE_KEPT => return Err(why.clone()),
+                Some(Place::Building(building)) => building.clone(),
+                Some(Place::Failed(..)) | None => {
+                    make_room(state, &name, recipe.size.memory_bytes).map_err(|why| Arc::new(BuildError::NoRoom(why)))?;
+                    let building = self.begin(name, recipe.clone(), build());
+                    state.places.insert(name, Place::Building(building.clone()));
+                    building
+                }
+            }
+        };
+        building.await
+    }
+
+    /// Lets go of all that nobody uses. How many.
+    pub fn clear(&self) -> usize {
+        let mut state = self.lock();
+        let State { shelf, places } = &mut *state;
+        let idle = shelf.idle(|name| in_use(places, name));
+        for name in &idle {
+            shelf.remove(name);
+            places.remove(name);
+        }
+        idle.len()
+    }
+
+    /// Bytes of all of them, as far as they are known.
+    #[must_use]
+    pub fn bytes(&self) -> u64 {
+        self.lock().shelf.bytes()
+    }
+
+    fn begin(&self, name: TemplateName, recipe: Recipe, builder: Builder) -> Building {
+        let this = self.clone();
+        // A task of its own: it must not end with whoever asked first.
+        let built = tokio::spawn(async move {
+            tracing::info!(template = %name, "building a template");
+            let begun = Instant::now();
+            let built = builder.build(&recipe).await;
+            let mut state = this.lock();
+            let State { shelf, places } = &mut *state;
+            match built {
+                Ok((snapshot, kept_processes)) => {
+                    let template = Arc::new(Template { name, recipe, snapshot, kept_processes });
+                    let bytes = template.bytes();
+                    shelf.settle(&name, bytes);
+                    places.insert(name, Place::Ready(template.clone()));
+                    tracing::info!(template = %name, bytes, ms = begun.elapsed().as_millis(), "template built");
+                    Ok(template)
+                }
+                Err(why) => {
+                    tracing::error!(template = %name, "{}", crate::chain(&why));
+                    let why = Arc::new(why);
+                    shelf.remove(&name);
+                    places.insert(name, Place::Failed(why.clone(), Instant::now()));
+                    Err(why)
+                }
+            }
+        });
+        let this = self.clone();
+        async move {
+            let panicked = match built.await {
+                Ok(built) => return built,
+                Err(panicked) => Arc::new(BuildError::Ended(panicked.to_string())),
+            };
+            let mut state = this.lock();
+            state.shelf.remove(&name);
+            state.places.insert(name, Place::Failed(panicked.clone(), Instant::now()));
+            Err(panicked)
+        }
+        .boxed()
+        .shared()
+    }
+}
+
+/// Is a template held by a machine, a pool, or a build?
+fn in_use(places: &BTreeMap<TemplateName, Place>, name: &TemplateName) -> bool {
+    match places.get(name) {
+        Some(Place::Ready(template)) => Arc::strong_count(template) > 1,
+        Some(Place::Building(_)) => true,
+        Some(Place::Failed(..)) | None => false,
+    }
+}
+
+/// Sets bytes aside for a template; what was used longest ago, and is not used now, makes room.
+fn make_room(state: &mut State, name: &TemplateName, bytes: u64) -> Result<(), NoRoom> {
+    let State { shelf, places } = state;
+    // Failures that nobody asks for any more.
+    places.retain(|_, place| !matches!(place, Place::Failed(_, at) if at.elapsed() >= FAILURE_KEPT));
+    for gone in shelf.admit(*name, bytes, |name| in_use(places, name))? {
+        places.remove(&gone);
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicU32, Ordering};
+
+    use proptest::strategy::{Strategy, ValueTree};
+    use proptest::test_runner::TestRunner;
+
+    use super::*;
+    use crate::vmm::{Boot, Capabilities, Kind, Vm, Vmm, VmmError};
+
+    /// A VMM that starts nothing: it fails after a moment, or never answers.
+    #[derive(Debug)]
+    struct Broken {
+        capabilities: Capabilities,
+        boots: AtomicU32,
+        hangs: bool,
+    }
+
+    impl Vmm for Broken {
+        fn capabilities(&self) -> &Capabilities {
+            &self.capabilities
+        }
+
+        fn boot(&self, _boot: Boot) -> BoxFuture<'_, Result<Box<dyn Vm>, VmmError>> {
+            self.boots.fetch_add(1, Ordering::SeqCst);
+            let hangs = self.hangs;
+            async move {
+                tokio::time::sleep(Duration::from_millis(if hangs { 60_000 } else { 50 })).await;
+                Err(VmmError::Unusable { vmm: Kind::Qemu, why: "it is broken".to_owned() })
+            }
+            .boxed()
+        }
+
+        fn restore<'a>(&'a self, _: &'a Snapshot, _: &'a [String]) -> BoxFuture<'a, Result<Box<dyn Vm>, VmmError>> {
+            async { Err(VmmError::Slot("never".to_owned())) }.boxed()
+        }
+    }
+
+    fn broken(recipe: &Recipe, hangs: bool) -> Arc<Broken> {
+        let capabilities = Capabilities {
+            identity: recipe.vmm.clone(),
+            emulated: true,
+            why_emulated: None,
+            connects_paused: true,
+            sets_clock: false,
+            serials: true,
+            missing: Vec::new(),
+        };
+        Arc::new(Broken { capabilities, boots: AtomicU32::new(0), hangs })
+    }
+
+    async fn ask_at_once(templates: &Templates, recipe: &Recipe, vmm: &Arc<Broken>) -> Vec<Arc<BuildError>> {
+        let null = || std::path::PathBuf::from("/dev/null");
+        let builder = || Builder {
+            vmm: vmm.clone(),
+            kernel: null(),
+            initrd: null(),
+            root: null(),
+            env: Vec::new(),
+            time_max: Duration::from_millis(200),
+        };
+        let all = futures::future::join_all((0..5).map(|_| templates.get(recipe, builder))).await;
+        all.into_iter().map(|built| built.map(|_| ()).unwrap_err()).collect()
+    }
+
+    #[tokio::test]
+    async fn a_build_that_fails_or_hangs_is_one_error_for_all_who_ask() {
+        let recipe = recipe::tests::recipe().new_tree(&mut TestRunner::deterministic()).unwrap().current();
+        for hangs in [false, true] {
+            let (templates, vmm) = (Templates::new(1 << 40), broken(&recipe, hangs));
+            let all = ask_at_once(&templates, &recipe, &vmm).await;
+            assert!(all.iter().all(|why| Arc::ptr_eq(why, &all[0])), "one error");
+            let text = all[0].to_string();
+            assert!(text.contains(if hangs { "did not end within" } else { "it is broken" }), "{text}");
+            // Who asks soon after is told the same, and nothing is built for it.
+            let again = ask_at_once(&templates, &recipe, &vmm).await;
+            assert!(again.iter().all(|why| Arc::ptr_eq(why, &all[0])));
+            assert_eq!((vmm.boots.load(Ordering::SeqCst), templates.bytes()), (1, 0));
+        }
+        // One larger than all the room there is.
+        let all = ask_at_once(&Templates::new(1), &recipe, &broken(&recipe, false)).await;
+        assert!(matches!(*all[0], BuildError::NoRoom(_)), "{}", all[0]);
+    }
+
+    #[tokio::test]
+    async fn a_build_outlives_who_asked_for_it() {
+        let recipe = recipe::tests::recipe().new_tree(&mut TestRunner::deterministic()).unwrap().current();
+        let (templates, vmm) = (Templates::new(1 << 40), broken(&recipe, false));
+        let asked = tokio::time::timeout(Duration::from_millis(5), ask_at_once(&templates, &recipe, &vmm)).await;
+        assert!(asked.is_err());
+        let all = ask_at_once(&templates, &recipe, &vmm).await;
+        assert!(all[0].to_string().contains("it is broken"));
+        assert_eq!(vmm.boots.load(Ordering::SeqCst), 1);
+    }
+}

@@ -1,0 +1,245 @@
+//! Building a template: boot, greet, warm up, prepare, save, and one restore that answers.
+//!
+//! Owns the order, and that it ends in time. The machine sees the image and nothing else: no inputs, no secrets, no volumes.
+
+use std::fs::File;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::time::Instant;
+use volley_jobspecs::wire::guest::mux::Channel;
+use volley_jobspecs::wire::guest::{Exec, Exit};
+
+use super::{NoRoom, Recipe};
+use crate::guest::{Guest, GuestError};
+use crate::vmm::{Boot, Snapshot, Vm, Vmm, VmmError};
+
+/// Lines of a console that are told.
+const CONSOLE_LINES: usize = 8;
+/// Bytes kept of what a warm-up command says.
+const SAID_BYTES: usize = 1_024;
+
+/// Why there is no template.
+#[derive(Debug, thiserror::Error)]
+pub enum BuildError {
+    /// The budget is used up.
+    #[error("{0}")]
+    NoRoom(NoRoom),
+    /// The VMM does not do it.
+    #[error("building a template failed at {stage}: {source}{console}")]
+    Vmm {
+        /// At what.
+        stage: &'static str,
+        /// What it says.
+        source: VmmError,
+        /// The end of the guest's console, with words before it; empty when it said nothing.
+        console: String,
+    },
+    /// The agent does not.
+    #[error("building a template failed at {stage}: {source}{console}")]
+    Guest {
+        /// At what.
+        stage: &'static str,
+        /// What it says.
+        source: GuestError,
+        /// As above.
+        console: String,
+    },
+    /// A command of the warm-up failed.
+    #[error("building a template failed: its warm-up command {command} ended with {end}; it said last: {said}")]
+    WarmUp {
+        /// Its program.
+        command: String,
+        /// How it ended.
+        end: String,
+        /// The end of its output and errors.
+        said: String,
+    },
+    /// It takes too long.
+    #[error("building a template did not end within {} s; it was at {stage}{console}", .after.as_secs())]
+    Late {
+        /// At what.
+        stage: &'static str,
+        /// Its time.
+        after: Duration,
+        /// As above.
+        console: String,
+    },
+    /// A machine's file.
+    #[error("building a template: {path}: {source}", path = .path.display())]
+    File {
+        /// Which.
+        path: PathBuf,
+        /// What the system says.
+        source: std::io::Error,
+    },
+    /// No randomness.
+    #[error("building a template: the system gives no random bytes: {0}")]
+    Random(String),
+    /// A mistake of ours.
+    #[error("building a template ended: {0}; the worker's log says where")]
+    Ended(String),
+}
+
+/// Builds one.
+#[derive(Debug)]
+pub struct Builder {
+    /// With what.
+    pub vmm: Arc<dyn Vmm>,
+    /// The kernel.
+    pub kernel: PathBuf,
+    /// The initial RAM disk.
+    pub initrd: PathBuf,
+    /// The image's root disk.
+    pub root: PathBuf,
+    /// The image's environment, for the warm-up.
+    pub env: Vec<(String, String)>,
+    /// Longest time for all of it.
+    pub time_max: Duration,
+}
+
+/// One build: its deadline and where it is.
+struct Build<'a> {
+    builder: &'a Builder,
+    deadline: Instant,
+}
+
+impl Builder {
+    /// Builds a template. How many processes of the warm-up live on in it.
+    ///
+    /// # Errors
+    /// [`BuildError`]; nothing is left of the machine.
+    pub async fn build(&self, recipe: &Recipe) -> Result<(Snapshot, u32), BuildError> {
+        let build = Build { builder: self, deadline: Instant::now() + self.time_max };
+        let root = File::open(&self.root).map_err(|source| BuildError::File { path: self.root.clone(), source })?;
+        let boot = Boot {
+            size: recipe.size,
+            kernel: self.kernel.clone(),
+            initrd: Some(self.initrd.clone()),
+            words: recipe.words.clone(),
+            root: Some(Arc::new(root)),
+            cgroups: Vec::new(),
+        };
+        let vm = build.vmm("starting the machine", None, self.vmm.boot(boot)).await?;
+        let guest = build.session(&*vm, "the machine's boot", false).await?;
+        for warm_up in &recipe.warm_up {
+            let env = self.env.iter().chain(&warm_up.env).cloned().collect();
+            let exec = Exec { argv: warm_up.argv.clone(), env, ..Exec::default() };
+            build.warm(&*vm, &guest, &exec).await?;
+        }
+        let prepared = build.guest("the agent's preparation", &*vm, guest.prepare_snapshot(recipe.keep_processes)).await;
+        let (kept, stream) = prepared?;
+        // From here on nobody touches the machine but the driver, which saves it and kills it before its files are read.
+        let snapshot = build.vmm("saving the machine", None, vm.snapshot()).await?;
+        drop(stream);
+        build.trial(&snapshot).await?;
+        Ok((snapshot, kept))
+    }
+}
+
+impl Build<'_> {
+    /// A template counts when a machine restored from it has answered.
+    async fn trial(&self, snapshot: &Snapshot) -> Result<(), BuildError> {
+        let stage = "a first restore";
+        let mut vm = self.vmm(stage, None, self.builder.vmm.restore(snapshot, &[])).await?;
+        let resumed = self.vmm(stage, None, vm.resume()).await;
+        resumed?;
+        let guest = self.session(&*vm, stage, true).await?;
+        drop(guest);
+        self.vmm(stage, None, vm.kill()).await.map(drop)
+    }
+
+    async fn session(&self, vm: &dyn Vm, stage: &'static str, reseed: bool) -> Result<Guest, BuildError> {
+        let stream = self.vmm(stage, Some(vm), vm.connect()).await?;
+        let mut nonce = [0; 32];
+        getrandom::fill(&mut nonce).map_err(|e| BuildError::Random(e.to_string()))?;
+        let left = self.deadline.saturating_duration_since(Instant::now());
+        // A machine that ends while it boots says nothing more.
+        let connected = tokio::select! {
+            connected = Guest::connect(stream, nonce, reseed, left) => connected,
+            _ended = vm.ended() => Err(GuestError::Lost("the machine ended".to_owned())),
+        };
+        match connected {
+            Ok((guest, _hello)) => Ok(guest),
+            Err(GuestError::Silent { .. }) if Instant::now() >= self.deadline => Err(self.late(stage, Some(vm))),
+            Err(source) => Err(BuildError::Guest { stage, source, console: console(Some(vm)) }),
+        }
+    }
+
+    async fn warm(&self, vm: &dyn Vm, guest: &Guest, exec: &Exec) -> Result<(), BuildError> {
+        let stage = "its warm-up";
+        let run = async {
+            let command = guest.exec(exec).await?;
+            let tail = |channel| {
+                let command = &command;
+                async move {
+                    let (mut said, mut buffer) = (Vec::new(), vec![0; 16 * 1024]);
+                    loop {
+                        let len = command.read(channel, &mut buffer).await?;
+                        if len == 0 {
+                            return Ok::<_, GuestError>(said);
+                        }
+                        said.extend_from_slice(buffer.get(..len).unwrap_or_default());
+                        let over = said.len().saturating_sub(SAID_BYTES);
+                        said.drain(..over);
+                    }
+                }
+            };
+            let (output, errors) = futures::try_join!(tail(Channel::Output), tail(Channel::Errors))?;
+            Ok((command.ended().await?, output, errors))
+        };
+        let (ended, output, errors) = self.guest(stage, vm, run).await?;
+        if ended.exit == Exit::Code(0) {
+            return Ok(());
+        }
+        let text = |bytes: &[u8]| crate::vmm::console::plain(String::from_utf8_lossy(bytes).trim());
+        let end = match ended.exit {
+            Exit::Code(code) => format!("exit code {code}"),
+            Exit::Signal(signal) => format!("signal {signal}"),
+        };
+        let said = [text(&output), text(&errors)].join(" ").trim().to_owned();
+        Err(BuildError::WarmUp { command: exec.argv.first().cloned().unwrap_or_default(), end, said })
+    }
+
+    async fn vmm<T>(
+        &self,
+        stage: &'static str,
+        vm: Option<&dyn Vm>,
+        done: impl Future<Output = Result<T, VmmError>>,
+    ) -> Result<T, BuildError> {
+        match tokio::time::timeout_at(self.deadline, done).await {
+            Ok(Ok(done)) => Ok(done),
+            Ok(Err(source)) => Err(BuildError::Vmm { stage, source, console: console(vm) }),
+            Err(_late) => Err(self.late(stage, vm)),
+        }
+    }
+
+    async fn guest<T>(&self, stage: &'static str, vm: &dyn Vm, done: impl Future<Output = Result<T, GuestError>>) -> Result<T, BuildError> {
+        match tokio::time::timeout_at(self.deadline, done).await {
+            Ok(Ok(done)) => Ok(done),
+            Ok(Err(source)) => Err(BuildError::Guest { stage, source, console: console(Some(vm)) }),
+            Err(_late) => Err(self.late(stage, Some(vm))),
+        }
+    }
+
+    fn late(&self, stage: &'static str, vm: Option<&dyn Vm>) -> BuildError {
+        BuildError::Late { stage, after: self.builder.time_max, console: console(vm) }
+    }
+}
+
+/// The end of a machine's console, to be put behind an error.
+fn console(vm: Option<&dyn Vm>) -> String {
+    let text = vm.map(Vm::console).unwrap_or_default();
+    match last_lines(&text, CONSOLE_LINES) {
+        last if last.is_empty() => String::new(),
+        last => format!("; its console said last: {last}"),
+    }
+}
+
+/// The last lines that hold something, in one.
+#[must_use]
+pub fn last_lines(text: &str, count: usize) -> String {
+    let lines: Vec<&str> = text.lines().map(str::trim).filter(|line| !line.is_empty()).collect();
+    lines.get(lines.len().saturating_sub(count)..).unwrap_or_default().join(" | ")
+}

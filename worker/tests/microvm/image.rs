@@ -1,0 +1,48 @@
+//! An image with busybox.
+
+use std::path::Path;
+
+use volley_guest::initramfs;
+use volley_worker::image::{self, ImageNote, Limits, Source, Store};
+
+use crate::host::{self, Host};
+
+const TOOLS: [&str; 23] = [
+    "sh", "cat", "head", "od", "true", "ls", "stat", "dd", "sync", "echo", "sleep", "df", "env", "id", "mkdir", "hostname", "sort", "wc",
+    "tr", "rm", "ln", "chmod", "grep",
+];
+
+/// Puts an image into a store. Its name; or what is missing here.
+pub async fn busybox(images: &Path) -> Result<String, String> {
+    Ok(format!("sha256:{}", noted(images).await?.digest.hex()))
+}
+
+/// The same; its note.
+pub async fn noted(images: &Path) -> Result<ImageNote, String> {
+    let host = Host::find()?;
+    host::part("VOLLEY_GUEST_MODULES", "modules").filter(|dir| dir.is_dir()).ok_or("no guest modules (VOLLEY_GUEST_MODULES)")?;
+    initramfs::find_agent().map_err(|e| e.to_string())?;
+    if !Path::new("/sbin/mke2fs").is_file() {
+        return Err("no /sbin/mke2fs".to_owned());
+    }
+    if !rustix::process::geteuid().is_root() {
+        return Err("machines have users of their own only where the worker is root".to_owned());
+    }
+    let files = tempfile::tempdir().unwrap();
+    for name in ["bin", "etc", "proc", "sys", "dev", "run", "tmp"] {
+        std::fs::create_dir_all(files.path().join(name)).unwrap();
+    }
+    std::fs::copy(&host.busybox, files.path().join("bin/busybox")).unwrap();
+    let listed = std::process::Command::new("ldd").arg(&host.busybox).output().unwrap();
+    for library in String::from_utf8_lossy(&listed.stdout).split_whitespace().filter(|word| word.starts_with('/')) {
+        let to = files.path().join(&library[1..]);
+        std::fs::create_dir_all(to.parent().unwrap()).unwrap();
+        std::fs::copy(library, to).unwrap();
+    }
+    for name in TOOLS {
+        std::os::unix::fs::symlink("busybox", files.path().join("bin").join(name)).unwrap();
+    }
+    std::fs::write(files.path().join("etc/release"), "the image\n").unwrap();
+    let store = Store::open(images).unwrap();
+    image::import(&store, Source::Directory(files.path().to_owned()), Limits::default()).await.map_err(|e| e.to_string())
+}

@@ -1,0 +1,63 @@
+//! Tasks in machines of their own: real QEMU, a real Linux guest, the whole worker.
+#![expect(clippy::unwrap_used, reason = "a test says with a panic that it failed")]
+
+mod ends;
+mod files;
+mod hard;
+#[expect(dead_code, reason = "shared with tests that start QEMU themselves")]
+#[path = "../guest/host.rs"]
+mod host;
+mod image;
+#[expect(dead_code, reason = "shared with tests of other tiers")]
+#[path = "../support/mod.rs"]
+mod support;
+mod templates;
+mod unlike;
+
+use volley_jobspecs::failure::FailureClass;
+use volley_jobspecs::wire::plan::Isolation;
+use volley_jobspecs::wire::report::{AttemptEnd, Ending};
+use volley_worker::Config;
+
+use support::World;
+
+/// A worker with machines; or none, and what is missing is printed.
+async fn world(change: impl FnOnce(&mut Config)) -> Option<(World, String)> {
+    let dir = tempfile::tempdir().unwrap();
+    match image::busybox(&dir.path().join("images")).await {
+        Ok(image) => {
+            let world = World::start_in(dir, |config| {
+                config.isolation = vec![Isolation::Process, Isolation::Microvm];
+                change(config);
+            });
+            Some((world.await, image))
+        }
+        Err(why) => {
+            eprintln!("skipped: {why}");
+            None
+        }
+    }
+}
+
+/// A task's JSON.
+fn task(image: &str, rest: &str) -> String {
+    format!(r#"{{"isolation":"microvm","image":"{image}","resources":{{"memory":"64MiB"}},"timeouts":{{"start":"80s"}},{rest}}}"#)
+}
+
+fn failed(class: FailureClass) -> Ending {
+    Ending::Failed(class)
+}
+
+fn message(end: &AttemptEnd) -> &str {
+    end.message.as_deref().unwrap_or_default()
+}
+
+/// The children of a process.
+fn children(pid: u32) -> Vec<u32> {
+    let all = std::fs::read_dir("/proc").unwrap().flatten().filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
+    let parent = |pid: u32| {
+        let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+        stat.rsplit_once(')')?.1.split_whitespace().nth(1)?.parse::<u32>().ok()
+    };
+    all.filter(|child| parent(*child) == Some(pid)).collect()
+}

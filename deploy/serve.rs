@@ -8,7 +8,7 @@ use std::time::Duration;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::sync::CancellationToken;
 use volley_cli::Exit;
-use volley_cli::serve::{CoordinatorArgs, NatsArgs, StoreArgs, UserArgs, WorkerArgs};
+use volley_cli::serve::{CoordinatorArgs, MachineArgs, NatsArgs, StoreArgs, UserArgs, WorkerArgs};
 use volley_coordinator::config::CoordinatorConfig;
 use volley_coordinator::io::bus::{self, ConnectError, NatsConfig};
 use volley_coordinator::run::Running;
@@ -16,6 +16,7 @@ use volley_jobspecs::ids::WorkerId;
 use volley_jobspecs::observe::Observing;
 use volley_jobspecs::wire::plan::Isolation;
 use volley_store::{Store, StoreConfig};
+use volley_worker::vmm::spawner::MachineSpawner;
 use volley_worker::{Config, NatsBus, S3Objects, Spawner, users};
 
 use crate::failed::{Ended, Failed};
@@ -118,12 +119,22 @@ pub async fn connect(config: &NatsConfig, name: &str) -> Result<async_nats::Clie
     }
 }
 
-fn tiers(names: &[String], null: bool) -> Result<Vec<Isolation>, Failed> {
+/// What starts processes, each forked off first thing in `main`.
+#[derive(Debug, Default)]
+pub struct Spawners {
+    /// Of tasks.
+    pub processes: Option<Spawner>,
+    /// Of machines, where they are offered.
+    pub machines: Option<MachineSpawner>,
+}
+
+/// Tiers by their names.
+pub fn tiers(names: &[String], null: bool) -> Result<Vec<Isolation>, Failed> {
     let mut tiers = Vec::new();
     for name in names {
         let known = [Isolation::Null, Isolation::Process, Isolation::Container, Isolation::Microvm];
         let tier = known.into_iter().find(|tier| tier.as_str() == name);
-        tiers.push(tier.ok_or_else(|| Failed::new(Exit::BadSpec, format!("--isolation {name}: this build has process")))?);
+        tiers.push(tier.ok_or_else(|| Failed::new(Exit::BadSpec, format!("--isolation {name}: this build has process and microvm")))?);
     }
     if null && !tiers.contains(&Isolation::Null) {
         tiers.push(Isolation::Null);
@@ -143,8 +154,19 @@ pub fn set_users(config: &mut Config, args: &UserArgs) -> Result<(), Failed> {
     Ok(())
 }
 
+/// What machines are made of: what was named. `spawner` is there where the worker offers them.
+pub fn set_machines(config: &mut Config, args: MachineArgs, spawner: Option<MachineSpawner>) {
+    let machines = &mut config.machines;
+    machines.images = args.images.unwrap_or_else(|| std::mem::take(&mut machines.images));
+    machines.qemu = args.qemu;
+    machines.kernel = args.guest_kernel;
+    machines.modules = args.guest_modules;
+    machines.agent = args.guest_agent;
+    machines.spawner = spawner;
+}
+
 /// Runs a worker until it has drained.
-pub async fn worker(args: WorkerArgs, spawner: Option<Spawner>, observer: Observing) -> Ended {
+pub async fn worker(args: WorkerArgs, spawners: Spawners, observer: Observing) -> Ended {
     let name = match args.name {
         Some(name) => name,
         None => WorkerId::new(&host_name()).map_err(Failed::arguments)?,
@@ -157,10 +179,11 @@ pub async fn worker(args: WorkerArgs, spawner: Option<Spawner>, observer: Observ
     config.disk_bytes = args.disk.map_or(config.disk_bytes, |size| size.0);
     config.labels = args.labels.into_iter().collect();
     set_users(&mut config, &args.users)?;
+    set_machines(&mut config, args.machines, spawners.machines);
     config.observer = observer;
     let nats = nats(args.nats)?;
     let store = store(args.store);
-    run_worker(config, &nats, store, spawner).await
+    run_worker(config, &nats, store, spawners.processes).await
 }
 
 /// Runs a worker: the first signal drains it, the second stops it now.

@@ -17,15 +17,15 @@ use volley_coordinator::config::CoordinatorConfig;
 use volley_coordinator::run::{self, RunError, Running};
 use volley_jobspecs::ids::WorkerId;
 use volley_jobspecs::observe::Observing;
-use volley_jobspecs::wire::plan::Isolation;
 use volley_store::StoreConfig;
 use volley_store::embedded::{EmbeddedConfig, EmbeddedServer};
-use volley_worker::{Config, Spawner, users};
+use volley_worker::vmm::spawner::MachineSpawner;
+use volley_worker::{Config, users};
 
 use crate::embedded::{Nats, Secrets, make_private_dir};
 use crate::failed::{Ended, Failed};
 use crate::room::Room;
-use crate::serve::{run_worker, set_users};
+use crate::serve::{Spawners, run_worker, set_machines, set_users, tiers};
 
 /// The bucket of an embedded store.
 const BUCKET: &str = "volley";
@@ -35,9 +35,9 @@ const NO_ROOM: &str = "No space left on device";
 const ANSWER_PATIENCE: Duration = Duration::from_secs(2);
 
 /// Starts everything, and ends it on a signal: the first drains, the second stops now.
-pub async fn up(args: UpArgs, spawner: Option<Spawner>, observer: Observing) -> Ended {
+pub async fn up(args: UpArgs, spawners: Spawners, observer: Observing) -> Ended {
     let dir = make_dir(&args)?;
-    let config = Config { observer: observer.clone(), ..worker_config(&args, &dir)? };
+    let config = Config { observer: observer.clone(), ..worker_config(&args, &dir, spawners.machines)? };
     config.check().map_err(Failed::arguments)?;
     let room = Room::of(&dir)?;
     room.wait().await;
@@ -67,7 +67,7 @@ pub async fn up(args: UpArgs, spawner: Option<Spawner>, observer: Observing) -> 
     eprintln!("Try it: volley run SPEC.json    Stop it: Ctrl-C");
 
     let reach = nats.config.clone();
-    let worker = run_worker(config, &reach, store, spawner);
+    let worker = run_worker(config, &reach, store, spawners.processes);
     let ended = tokio::select! {
         ended = worker => ended,
         // NATS ends with us: only by the directory can it be found again.
@@ -187,14 +187,12 @@ fn make_dir(args: &UpArgs) -> Result<PathBuf, Failed> {
     Ok(dir)
 }
 
-fn worker_config(args: &UpArgs, dir: &Path) -> Result<Config, Failed> {
+fn worker_config(args: &UpArgs, dir: &Path, machines: Option<MachineSpawner>) -> Result<Config, Failed> {
     let name = WorkerId::new("local").map_err(Failed::arguments)?;
     let mut config = Config::new(name, dir.join("worker"));
     config.slots = args.slots.unwrap_or(config.slots);
-    config.isolation = vec![Isolation::Process];
-    if args.null {
-        config.isolation.push(Isolation::Null);
-    }
+    config.isolation = tiers(&args.isolation, args.null)?;
     set_users(&mut config, &args.users)?;
+    set_machines(&mut config, args.machines.clone(), machines);
     Ok(config)
 }

@@ -4,6 +4,7 @@
 
 mod embedded;
 mod failed;
+mod image;
 mod log;
 mod room;
 mod serve;
@@ -11,10 +12,13 @@ mod up;
 
 use std::process::ExitCode;
 
-use volley_cli::{Exit, Outcome, ServeCommand};
+use volley_cli::{Exit, Out, Outcome, ServeCommand};
+use volley_jobspecs::wire::plan::Isolation;
 use volley_worker::Spawner;
+use volley_worker::vmm::spawner::MachineSpawner;
 
 use failed::Failed;
+use serve::Spawners;
 
 fn main() -> ExitCode {
     let cli = match volley_cli::parse(std::env::args_os()) {
@@ -26,26 +30,36 @@ fn main() -> ExitCode {
         Ok(runtime) => runtime,
         Err(error) => return fail(&format!("can't start: {error}")),
     };
-    let (command, _out) = match first.block_on(volley_cli::execute(cli)) {
+    let (command, out) = match first.block_on(volley_cli::execute(cli)) {
         Outcome::Done(exit) => return exit.into(),
         Outcome::Serve { command, out } => (command, out),
     };
     drop(first);
-    serve(command)
+    serve(command, out)
 }
 
-fn serve(command: ServeCommand) -> ExitCode {
+/// Forks off what starts tasks and machines, where the command runs any.
+fn spawners(command: &ServeCommand) -> Result<Spawners, String> {
+    let isolation = match command {
+        ServeCommand::Up(args) => &args.isolation,
+        ServeCommand::Worker(args) => &args.isolation,
+        ServeCommand::Coordinator(_) | ServeCommand::Log(_) | ServeCommand::Image(_) => return Ok(Spawners::default()),
+    };
+    let processes = Some(Spawner::start().map_err(|e| e.to_string())?);
+    let machines = isolation.iter().any(|tier| tier == Isolation::Microvm.as_str());
+    let machines = machines.then(MachineSpawner::start).transpose().map_err(|e| e.to_string())?;
+    Ok(Spawners { processes, machines })
+}
+
+fn serve(command: ServeCommand, out: Out) -> ExitCode {
     // Tasks may run as our own user. They must not read our memory and environment, which hold the credentials, nor those of the
     // helpers forked off below, which inherit this.
     if let Err(error) = rustix::process::set_dumpable_behavior(rustix::process::DumpableBehavior::NotDumpable) {
         return fail(&format!("can't close this process to others: {error}"));
     }
-    let spawner = match &command {
-        ServeCommand::Up(_) | ServeCommand::Worker(_) => match Spawner::start() {
-            Ok(spawner) => Some(spawner),
-            Err(error) => return fail(&error.to_string()),
-        },
-        ServeCommand::Coordinator(_) | ServeCommand::Log(_) => None,
+    let spawners = match spawners(&command) {
+        Ok(spawners) => spawners,
+        Err(line) => return fail(&line),
     };
     let runtime = match tokio::runtime::Builder::new_multi_thread().enable_all().build() {
         Ok(runtime) => runtime,
@@ -57,10 +71,11 @@ fn serve(command: ServeCommand) -> ExitCode {
             Err(error) => return Err(Failed::new(Exit::NotConfigured, error.to_string())),
         };
         let done = match command {
-            ServeCommand::Up(args) => up::up(args, spawner, telemetry.observer()).await,
+            ServeCommand::Up(args) => up::up(args, spawners, telemetry.observer()).await,
             ServeCommand::Coordinator(args) => serve::coordinator(args, telemetry.observer()).await,
-            ServeCommand::Worker(args) => serve::worker(args, spawner, telemetry.observer()).await,
+            ServeCommand::Worker(args) => serve::worker(args, spawners, telemetry.observer()).await,
             ServeCommand::Log(args) => log::log(args).await,
+            ServeCommand::Image(args) => image::image(args, out).await,
         };
         telemetry.shutdown();
         done
@@ -82,6 +97,7 @@ fn service(command: &ServeCommand) -> &'static str {
         ServeCommand::Coordinator(_) => "volley-coordinator",
         ServeCommand::Worker(_) => "volley-worker",
         ServeCommand::Log(_) => "volley-log",
+        ServeCommand::Image(_) => "volley-image",
     }
 }
 

@@ -115,7 +115,7 @@ impl CoordinatorConfig {
             create_bucket: false,
             listen: SocketAddr::from(([127, 0, 0, 1], 0)),
             bootstrap_token: None,
-            features: Features::with_isolation(&[Isolation::Null, Isolation::Process]),
+            features: Features::with_isolation(&[Isolation::Null, Isolation::Process, Isolation::Microvm]),
             items_buckets: Vec::new(),
             upload_bytes_max: UPLOAD_BYTES_MAX,
             local_metrics: false,

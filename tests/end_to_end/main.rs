@@ -21,6 +21,7 @@ mod files;
 mod idempotency;
 mod limits;
 mod logs;
+mod microvm;
 mod outputs;
 mod parts;
 mod pause;

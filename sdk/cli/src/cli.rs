@@ -12,7 +12,7 @@ use crate::error::CliError;
 use crate::exit::Exit;
 use crate::help;
 use crate::out::Out;
-use crate::serve::{CoordinatorArgs, LogArgs, UpArgs, WorkerArgs};
+use crate::serve::{CoordinatorArgs, ImageArgs, LogArgs, UpArgs, WorkerArgs};
 use crate::verbs;
 
 /// Fans one JSON job spec out to thousands of tasks on your own hosts.
@@ -37,6 +37,8 @@ enum Verb {
     Worker(WorkerArgs),
     /// Reads or repairs the log (operators).
     Log(LogArgs),
+    /// Imports, lists and removes the images of this host.
+    Image(ImageArgs),
 
     /// Submits a job, follows it to its end and says what came of it.
     Run(verbs::run::Args),
@@ -103,6 +105,8 @@ pub enum ServeCommand {
     Worker(WorkerArgs),
     /// `volley log`.
     Log(LogArgs),
+    /// `volley image`.
+    Image(ImageArgs),
 }
 
 /// What is left to do.
@@ -158,6 +162,7 @@ pub async fn execute(cli: Cli) -> Outcome {
         Verb::Coordinator(args) => return serve(ServeCommand::Coordinator(args)),
         Verb::Worker(args) => return serve(ServeCommand::Worker(args)),
         Verb::Log(args) => return serve(ServeCommand::Log(args)),
+        Verb::Image(args) => return serve(ServeCommand::Image(args)),
         Verb::Run(args) => verbs::run::run(&ctx, args).await,
         Verb::Submit(args) => verbs::submit::run(&ctx, args).await,
         Verb::Plan(args) => verbs::plan::run(&ctx, args).await,

@@ -13,7 +13,7 @@ const LINE_CHARS: usize = 60;
 
 /// The verbs, by what somebody wants.
 const GROUPS: [(&str, &[&str]); 6] = [
-    ("Start a cluster", &["up", "coordinator", "worker", "log"]),
+    ("Start a cluster", &["up", "coordinator", "worker", "image", "log"]),
     ("Submit", &["run", "submit", "plan", "upload"]),
     ("Look", &["jobs", "job", "tasks", "task", "explain", "logs", "results", "outputs"]),
     ("Control", &["wait", "cancel", "pause", "resume", "rerun", "rm"]),
@@ -26,6 +26,7 @@ const EXAMPLES: &[(&str, &str)] = &[
     ("up", "volley up\nvolley up --dir /srv/volley --slots 8"),
     ("coordinator", "volley coordinator --nats nats://nats:4222 --s3-bucket volley --data-dir /var/lib/volley/c"),
     ("worker", "volley worker --nats nats://nats:4222 --s3-bucket volley --work-dir /var/lib/volley/w"),
+    ("image", "volley image import python:3.12\nvolley image import dir:/srv/rootfs\nvolley image ls"),
     (
         "run",
         "volley run spec.json\nvolley run spec.json --items inputs.jsonl --results results.jsonl\nvolley run - --upload script=./eval.py",

@@ -28,9 +28,15 @@ pub struct UpArgs {
     /// Tasks (bundles) run at once. Default: one a core.
     #[arg(long, env = "VOLLEY_SLOTS", value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub slots: Option<u32>,
+    /// Isolation tiers to offer: process, microvm. May be repeated.
+    #[arg(long = "isolation", env = "VOLLEY_ISOLATION", value_delimiter = ',', default_value = "process", value_name = "TIER")]
+    pub isolation: Vec<String>,
     /// Whom tasks run as.
     #[command(flatten)]
     pub users: UserArgs,
+    /// What machines are made of.
+    #[command(flatten)]
+    pub machines: MachineArgs,
     /// Also offers `isolation: null`, which runs nothing.
     #[arg(long, hide = true)]
     pub null: bool,
@@ -189,15 +195,69 @@ pub struct WorkerArgs {
     /// A label that specs can ask for. May be repeated.
     #[arg(long = "label", value_name = "KEY=VALUE", value_parser = units::pair)]
     pub labels: Vec<(String, String)>,
-    /// Isolation tiers to offer. May be repeated.
+    /// Isolation tiers to offer: process, microvm. May be repeated.
     #[arg(long = "isolation", env = "VOLLEY_ISOLATION", value_delimiter = ',', default_value = "process", value_name = "TIER")]
     pub isolation: Vec<String>,
     /// Whom tasks run as.
     #[command(flatten)]
     pub users: UserArgs,
+    /// What machines are made of.
+    #[command(flatten)]
+    pub machines: MachineArgs,
     /// Also offers `isolation: null`, which runs nothing.
     #[arg(long, hide = true)]
     pub null: bool,
+}
+
+/// What the machines of `--isolation microvm` are made of.
+#[derive(Debug, Clone, Args)]
+pub struct MachineArgs {
+    /// Where images lie (`volley image`). Default: `images` in the worker's directory.
+    #[arg(long, env = "VOLLEY_IMAGES", value_name = "DIR", help_heading = "microVMs")]
+    pub images: Option<PathBuf>,
+    /// QEMU. Default: where distributions put it.
+    #[arg(long, env = "VOLLEY_QEMU", value_name = "FILE", help_heading = "microVMs")]
+    pub qemu: Option<PathBuf>,
+    /// The guests' kernel. Default: the newest cloud kernel in /boot.
+    #[arg(long, env = "VOLLEY_GUEST_KERNEL", value_name = "FILE", help_heading = "microVMs")]
+    pub guest_kernel: Option<PathBuf>,
+    /// That kernel's modules. Default: those of its release in /lib/modules.
+    #[arg(long, env = "VOLLEY_GUEST_MODULES", value_name = "DIR", help_heading = "microVMs")]
+    pub guest_modules: Option<PathBuf>,
+    /// The guests' agent. Default: volley-guest beside this program.
+    #[arg(long, env = "VOLLEY_GUEST_AGENT", value_name = "FILE", help_heading = "microVMs")]
+    pub guest_agent: Option<PathBuf>,
+}
+
+/// `volley image`.
+#[derive(Debug, Clone, Args)]
+pub struct ImageArgs {
+    /// Where images lie: the worker's `--images`. Default: those of the `volley up` of this host.
+    #[arg(long, env = "VOLLEY_IMAGES", value_name = "DIR", global = true)]
+    pub images: Option<PathBuf>,
+    /// What to do.
+    #[command(subcommand)]
+    pub verb: ImageVerb,
+}
+
+/// What to do with images.
+#[derive(Debug, Clone, Subcommand)]
+pub enum ImageVerb {
+    /// Makes an image usable on this host, as `task.image`.
+    Import {
+        /// A registry's name for it (`python:3.12`), `dir:DIR` or `tar:FILE` with its files, or `oci:PATH` or `oci:PATH:NAME`, an OCI layout.
+        image: String,
+        /// Speaks to the registry without encryption.
+        #[arg(long)]
+        plain_http: bool,
+    },
+    /// Lists the images of this host.
+    Ls,
+    /// Removes an image, and what no other one uses.
+    Rm {
+        /// Its digest, or what it is called.
+        image: String,
+    },
 }
 
 /// Whom tasks run as, where the worker runs as root. Without either, each slot has a user of its own, counted from 80000:80000.

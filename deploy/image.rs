@@ -1,0 +1,132 @@
+//! `volley image`: images of this host, which workers with `--isolation microvm` make machines from.
+//!
+//! Owns where they are looked for, how they are named on the command line, and printing. Does not own what an image is or how one is
+//! imported (`volley_worker::image`).
+
+use std::fs::File;
+use std::path::{Path, PathBuf};
+
+use rustix::fs::FlockOperation;
+use serde::Serialize;
+use volley_cli::serve::{ImageArgs, ImageVerb, UpArgs};
+use volley_cli::{Exit, Out};
+use volley_worker::chain;
+use volley_worker::image::find::find;
+use volley_worker::image::{self, ImageNote, ImportError, Limits, Reference, Source, Store};
+
+use crate::failed::{Ended, Failed};
+
+/// Held while images are changed: what one import has fetched so far must not be cleared away by another.
+const LOCK: &str = "import.lock";
+
+/// An image, as it is shown.
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "camelCase")]
+struct Shown {
+    /// What `task.image` may say, as its digest.
+    digest: String,
+    /// What `task.image` may say, as its name.
+    image: String,
+    /// Bytes of its root disk.
+    disk_bytes: u64,
+    /// Files, directories and links in it.
+    files: u64,
+}
+
+/// Carries it out.
+pub async fn image(args: ImageArgs, out: Out) -> Ended {
+    let dir = dir(args.images)?;
+    std::fs::create_dir_all(&dir).map_err(|e| Failed::local("make (another one is chosen with --images)", &dir, &e))?;
+    let _alone = lock(&dir)?;
+    let store = Store::open(&dir).map_err(|e| Failed::local("open", &dir, &e))?;
+    match args.verb {
+        ImageVerb::Import { image, plain_http } => {
+            let note = image::import(&store, source(&image, plain_http)?, Limits::default()).await.map_err(of_import)?;
+            show(&[shown(&store, &dir, &note)?], out)
+        }
+        ImageVerb::Ls => {
+            let notes = store.images().map_err(|e| Failed::local("read", &dir, &e))?;
+            let rows = notes.iter().map(|note| shown(&store, &dir, note)).collect::<Result<Vec<_>, _>>()?;
+            show(&rows, out)
+        }
+        ImageVerb::Rm { image } => {
+            let (note, _) = find(&store, &image).map_err(|e| Failed::new(Exit::NotFound, chain(&e)))?;
+            let row = shown(&store, &dir, &note)?;
+            image::remove(&store, note.digest).await.map_err(of_import)?;
+            show(&[row], out)
+        }
+    }
+}
+
+/// The named directory, or that of the `volley up` of this host.
+fn dir(named: Option<PathBuf>) -> Result<PathBuf, Failed> {
+    let up = || if rustix::process::geteuid().is_root() { Some(PathBuf::from(UpArgs::ROOT_DIR)) } else { UpArgs::home_dir() };
+    let found = named.or_else(|| Some(up()?.join("worker").join("images")));
+    found.ok_or_else(|| Failed::new(Exit::NotConfigured, "no home directory; say where images lie with --images"))
+}
+
+fn lock(dir: &Path) -> Result<File, Failed> {
+    let path = dir.join(LOCK);
+    let file = File::create(&path).map_err(|e| Failed::local("make", &path, &e))?;
+    rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive).map_err(|_| {
+        Failed::new(Exit::Conflict, format!("another `volley image` changes the images in {}; wait until it has ended", dir.display()))
+    })?;
+    Ok(file)
+}
+
+/// What an image is called on the command line.
+fn source(text: &str, plain_http: bool) -> Result<Source, Failed> {
+    Ok(match text.split_once(':') {
+        Some(("dir", path)) => Source::Directory(path.into()),
+        Some(("tar", path)) => Source::Tarball(path.into()),
+        Some(("oci", rest)) => match rest.rsplit_once(':') {
+            Some((path, name)) if !name.contains('/') => Source::Layout { path: path.into(), name: Some(name.to_owned()) },
+            _ => Source::Layout { path: rest.into(), name: None },
+        },
+        _ => Source::Registry { reference: Reference::parse(text).map_err(Failed::arguments)?, plain_http, credentials: None },
+    })
+}
+
+fn of_import(error: ImportError) -> Failed {
+    let exit = match &error {
+        ImportError::Registry(_) => Exit::Unavailable,
+        _ => Exit::LocalFile,
+    };
+    Failed::new(exit, chain(&error))
+}
+
+fn shown(store: &Store, dir: &Path, note: &ImageNote) -> Result<Shown, Failed> {
+    let root = store.root_note(&note.root).map_err(|e| Failed::local("read", dir, &e))?;
+    let totals = root.map(|root| root.totals);
+    Ok(Shown {
+        digest: note.digest.to_string(),
+        image: note.source.clone(),
+        disk_bytes: totals.map_or(0, |totals| totals.bytes),
+        files: totals.map_or(0, |totals| totals.inodes),
+    })
+}
+
+fn show(rows: &[Shown], out: Out) -> Ended {
+    let table = || {
+        let lines =
+            rows.iter().map(|row| format!("{}  {:>7} MiB  {:>8} files  {}\n", row.digest, row.disk_bytes >> 20, row.files, row.image));
+        lines.collect()
+    };
+    out.show(rows, table).map_err(Failed::arguments)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn images_are_named_by_where_they_are() {
+        let named = |text: &str| format!("{:?}", source(text, false));
+        assert_eq!(named("dir:/srv/x"), r#"Ok(Directory("/srv/x"))"#);
+        assert_eq!(named("tar:a.tar.gz"), r#"Ok(Tarball("a.tar.gz"))"#);
+        assert_eq!(named("oci:/srv/x:1.2"), r#"Ok(Layout { path: "/srv/x", name: Some("1.2") })"#);
+        assert_eq!(named("oci:a:b/c"), r#"Ok(Layout { path: "a:b/c", name: None })"#);
+        assert!(named("python:3.12").starts_with("Ok(Registry"));
+        assert!(source("Not A Name", false).is_err_and(|failed| failed.exit == Exit::BadSpec));
+    }
+}

@@ -1,0 +1,81 @@
+//! Tasks in machines of their own, from the command line: an image is imported, a worker offers `microvm`, a job runs there.
+//!
+//! Wants QEMU, a guest kernel and busybox, which `tests/run` installs; without one of them the test says that it was skipped.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use serde_json::json;
+
+use crate::support::Cluster;
+
+/// The files of an image with busybox; or what is missing here.
+fn busybox(files: &Path) -> Result<(), String> {
+    let program = |name: &str| {
+        let path = std::env::var_os("PATH").unwrap_or_default();
+        let found = std::env::split_paths(&path).map(|dir| dir.join(name)).find(|file| file.is_file());
+        found.ok_or_else(|| format!("no {name} in PATH"))
+    };
+    program("qemu-system-x86_64")?;
+    let busybox = program("busybox")?;
+    for variable in ["VOLLEY_GUEST_KERNEL", "VOLLEY_GUEST_MODULES"] {
+        std::env::var_os(variable).map(PathBuf::from).filter(|path| path.exists()).ok_or(format!("no {variable}"))?;
+    }
+    if !rustix::process::geteuid().is_root() {
+        return Err("machines have users of their own only where the worker is root".to_owned());
+    }
+    for name in ["bin", "etc", "proc", "sys", "dev", "run", "tmp"] {
+        std::fs::create_dir_all(files.join(name)).unwrap();
+    }
+    std::fs::copy(&busybox, files.join("bin/busybox")).unwrap();
+    // One that is linked statically has no libraries.
+    let listed = Command::new("ldd").arg(&busybox).output().unwrap();
+    for library in String::from_utf8_lossy(&listed.stdout).split_whitespace().filter(|word| word.starts_with('/')) {
+        let to = files.join(&library[1..]);
+        std::fs::create_dir_all(to.parent().unwrap()).unwrap();
+        std::fs::copy(library, to).unwrap();
+    }
+    for name in ["sh", "cat", "echo", "uname", "hostname"] {
+        std::os::unix::fs::symlink("busybox", files.join("bin").join(name)).unwrap();
+    }
+    Ok(())
+}
+
+#[test]
+fn a_job_runs_in_machines_made_from_an_imported_image() {
+    let files = tempfile::tempdir().unwrap();
+    if let Err(why) = busybox(files.path()) {
+        eprintln!("skipped: {why}");
+        return;
+    }
+    let Some(cluster) = Cluster::up_with(&["--isolation", "process,microvm", "--slots", "1"]) else { return };
+    let (images, from) = (cluster.path("cluster").join("worker/images"), format!("dir:{}", files.path().display()));
+    let images = images.to_str().unwrap();
+    let imported = cluster.ask(&["image", "--images", images, "import", &from]);
+    let digest = imported[0]["digest"].as_str().unwrap().to_owned();
+    assert_eq!(cluster.ask(&["image", "--images", images, "ls"]), imported);
+    cluster.volley(&["image", "--images", images, "import", "dir:/no/such/place"]).exits(74);
+    cluster.volley(&["image", "--images", images, "rm", "sha256:x"]).exits(66);
+    let command = "echo \"$VOLLEY_TASK_INDEX in $(hostname)\"; cat /proc/sys/kernel/random/boot_id >&2; \
+                   echo \"{\\\"n\\\": $VOLLEY_TASK_INDEX}\" > $VOLLEY_OUTPUT_DIR/result.json; echo kept > $VOLLEY_OUTPUT_DIR/file; \
+                   [ $VOLLEY_TASK_INDEX -ne 1 ]";
+    let task = json!({
+        "isolation": "microvm", "image": digest, "command": command, "resources": { "memory": "64MiB" }, "timeouts": { "start": "2m" },
+    });
+    let job = cluster.submit(&cluster.spec(json!({ "count": 2 }), task, json!({})));
+    assert_eq!(cluster.ended(&job)["state"], "failed");
+    let mut rows = cluster.results(&job);
+    rows.sort_by_key(|row| row["index"].as_u64());
+    assert_eq!((&rows[0]["state"], &rows[1]["class"], &rows[1]["code"]), (&json!("succeeded"), &json!("exit_code"), &json!(1)), "{rows:?}");
+    for (index, row) in rows.iter().enumerate() {
+        assert_eq!((&row["result"], &row["outputFiles"]), (&json!({ "n": index }), &json!(1)), "{row}");
+        assert!(row["stdoutTail"].as_str().unwrap().starts_with(&format!("{index} in {job}-")), "{row}");
+    }
+    assert_ne!(rows[0]["stderrTail"], rows[1]["stderrTail"], "two machines, two boots");
+    let missing = json!({ "isolation": "microvm", "image": "dir:/nothing", "command": "true" });
+    let job = cluster.submit(&cluster.spec(json!({ "count": 1 }), missing, json!({})));
+    cluster.ended(&job);
+    assert!(cluster.results(&job)[0]["message"].as_str().unwrap().contains("this worker has no image"), "{:?}", cluster.results(&job));
+    cluster.volley(&["image", "--images", images, "rm", &digest]).exits(0);
+    assert_eq!(cluster.ask(&["image", "--images", images, "ls"]), json!([]));
+}

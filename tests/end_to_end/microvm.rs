@@ -72,7 +72,7 @@ fn a_job_runs_in_machines_made_from_an_imported_image() {
         assert!(row["stdoutTail"].as_str().unwrap().starts_with(&format!("{index} in {job}-")), "{row}");
     }
     assert_ne!(rows[0]["stderrTail"], rows[1]["stderrTail"], "two machines, two boots");
-    let missing = json!({ "isolation": "microvm", "image": "dir:/nothing", "command": "true" });
+    let missing = json!({ "isolation": "microvm", "image": "dir:/nothing", "command": "true", "retry": { "infraAttempts": 0 } });
     let job = cluster.submit(&cluster.spec(json!({ "count": 1 }), missing, json!({})));
     cluster.ended(&job);
     assert!(cluster.results(&job)[0]["message"].as_str().unwrap().contains("this worker has no image"), "{:?}", cluster.results(&job));

@@ -44,3 +44,19 @@ fn what_a_task_wrote_so_far_is_shown_while_it_runs() {
     assert!(whole.starts_with(&stdout) && stdout.len() > 1_000, "{stdout:?}");
     assert_eq!(cluster.volley(&["logs", &job, "0"]).exits(0).stdout, format!("{whole}wrong\n"));
 }
+
+#[test]
+fn the_end_of_much_output_reaches_who_was_too_slow_for_it() {
+    let Some(cluster) = Cluster::up() else { return };
+    let spec = cluster.spec(json!({ "count": 1 }), json!({ "command": "sleep 1; seq 1000000 2499999" }), json!({}));
+    let job = cluster.submit(&spec);
+    let mut follower = std::process::Command::new(crate::support::cluster::VOLLEY);
+    follower.args(["logs", "-f", &job, "0"]).env("VOLLEY_CONFIG", cluster.path("cluster.json"));
+    let mut follower = follower.stdout(std::process::Stdio::piped()).spawn().unwrap();
+    cluster.ended(&job);
+    let mut said = String::new();
+    std::io::Read::read_to_string(&mut follower.stdout.take().unwrap(), &mut said).unwrap();
+    assert!(follower.wait().unwrap().success());
+    let end = said.get(said.len().saturating_sub(200)..).unwrap_or_default();
+    assert!(said.ends_with("2499998\n2499999\n"), "ends with {end:?}");
+}

@@ -26,6 +26,8 @@ use crate::ports::{ObjectError, Objects};
 
 /// Most output files of one attempt: their list is read whole.
 const FILES_MAX: usize = 100_000;
+/// Deepest value of a result. Readers commonly stop at 128 levels, and the result is itself within a row, and that in a page.
+const RESULT_DEPTH_MAX: usize = 100;
 /// Deepest directory below the output directory.
 const DEPTH_MAX: usize = 64;
 /// Longest path of an output, in bytes: with the attempt's prefix it must fit the 1,024 of an S3 key.
@@ -271,12 +273,27 @@ fn take_result(left: &mut Left, declared: bool) {
 /// The JSON as everybody after us can read it. Halves of surrogate pairs, which Python writes and no Unicode text can hold, become U+FFFD;
 /// what then can't be read (numbers out of range, values nested too deep) is found here, where there is still a file to keep.
 fn result_of(bytes: Vec<u8>) -> Result<Vec<u8>, serde_json::Error> {
-    let read = |bytes: &[u8]| serde_json::from_slice::<serde_json::Value>(bytes).map(drop);
+    let read = |bytes: &[u8]| match serde_json::from_slice::<serde_json::Value>(bytes) {
+        Ok(value) if depth(&value) > RESULT_DEPTH_MAX => {
+            Err(serde::de::Error::custom(format!("nested deeper than {RESULT_DEPTH_MAX} levels")))
+        }
+        read => read.map(drop),
+    };
     if read(&bytes).is_ok() {
         return Ok(bytes);
     }
     let whole = without_half_pairs(&bytes);
     read(&whole).map(|()| whole)
+}
+
+/// How deep values lie in each other.
+fn depth(value: &serde_json::Value) -> usize {
+    let of_all = |values: &mut dyn Iterator<Item = &serde_json::Value>| 1 + values.map(depth).max().unwrap_or(0);
+    match value {
+        serde_json::Value::Array(values) => of_all(&mut values.iter()),
+        serde_json::Value::Object(fields) => of_all(&mut fields.values()),
+        _ => 0,
+    }
 }
 
 /// Replaces `\uD800` to `\uDFFF` that are no half of a pair.

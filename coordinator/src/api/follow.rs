@@ -125,7 +125,7 @@ impl Sink {
     }
 
     /// So many bytes that stand here are not sent. Pieces say it by their offset. `None`: the client has gone.
-    async fn gap(&self, bytes: u64) -> Option<()> {
+    pub async fn gap(&self, bytes: u64) -> Option<()> {
         if self.pieces || bytes == 0 { Some(()) } else { self.out.send(Ok(Bytes::from(left_out(bytes)))).await.ok() }
     }
 

@@ -131,9 +131,15 @@ pub async fn send_kept(app: &App, row: &AttemptRow, wanted: Wanted, from: [u64; 
     for (name, stream, from) in streams {
         let stderr = name == "stderr";
         let Some(stream) = stream.as_ref().filter(|_| wanted.has(stderr)) else { continue };
-        // Of a stream whose middle is missing, nobody can tell what follows a position in the middle.
         if from == 0 || !stream.truncated {
             send_stream(app, &row.end.name, stderr, stream, from, sink).await?;
+        } else if from < stream.bytes {
+            // Of a stream whose middle is missing, the only place that is known is that of its last bytes.
+            let begins = stream.bytes.saturating_sub(stream.tail.len() as u64);
+            sink.gap(begins.saturating_sub(from)).await?;
+            let skip = usize::try_from(from.saturating_sub(begins)).unwrap_or(usize::MAX).min(stream.tail.len());
+            let tail = Bytes::copy_from_slice(&stream.tail).slice(skip..);
+            sink.send(&row.end.name, stderr, begins + skip as u64, tail, true).await?;
         }
         sink.ended(&row.end.name, stderr, stream.bytes);
     }

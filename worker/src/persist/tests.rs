@@ -54,6 +54,9 @@ fn a_result_is_kept_as_all_can_read_it_or_as_a_file() {
         assert_eq!(kept(json).expect("read"), whole);
         assert!(serde_json::from_str::<serde_json::Value>(whole).is_ok());
     }
+    let deep = |levels: usize| format!("{}{}", "[".repeat(levels), "]".repeat(levels));
+    assert_eq!(kept(&deep(100)).expect("read"), deep(100));
+    assert!(kept(&deep(101)).is_err_and(|why| why.to_string().contains("nested deeper than 100 levels")));
     for json in ["", "{", "1e999", "nan", &"[".repeat(200), "\"\\ud83d", "\"\\u", "\"\\"] {
         assert!(kept(json).is_err(), "{json:?}");
     }

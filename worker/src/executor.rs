@@ -221,7 +221,7 @@ impl<B: Bus, O: Objects> Executor<B, O> {
         }
         // Asked before anything is cleared away.
         let room = if executed.exit.as_ref().is_ok_and(|exit| exit.code == Some(0)) { Ok(()) } else { self.dirs.room() };
-        let collected = if self.machine.is_apart() { self.collect(name, &prepared, &executed).await } else { Collected::Here };
+        let collected = if self.machine.is_apart() { self.collect(name, &prepared, &executed).await } else { Collected::Here(None) };
         let outcome = self.keep(name, &prepared, executed, collected).instrument(tracing::debug_span!("persist")).await;
         self.laps.end(Stage::Persist);
         let outcome = labelled(outcome, self.machine.label());
@@ -234,7 +234,7 @@ impl<B: Bus, O: Objects> Executor<B, O> {
     /// Brings outputs out of a machine, which is killed then.
     async fn collect(&mut self, name: &AttemptName, prepared: &Prepared, executed: &Executed) -> Collected {
         if executed.exit.is_err() {
-            return Collected::Here;
+            return Collected::Here(None);
         }
         self.say(name, Progress::Exited).await;
         tokio::select! {
@@ -246,7 +246,7 @@ impl<B: Bus, O: Objects> Executor<B, O> {
                 Collected::Stopped
             }
             collected = Box::pin(self.machine.collect(prepared, &self.dirs)).instrument(tracing::debug_span!("collect")) => match collected {
-                Ok(()) => Collected::Here,
+                Ok(left_out) => Collected::Here(left_out),
                 Err(why) => Collected::Lost(why),
             },
         }
@@ -255,11 +255,11 @@ impl<B: Bus, O: Objects> Executor<B, O> {
     async fn keep(&mut self, name: &AttemptName, prepared: &Prepared, executed: Executed, collected: Collected) -> Outcome {
         let Executed { exit, stdout, stderr } = executed;
         let inline = Kept { stdout: stdout.stream(false), stderr: stderr.stream(false), ..Kept::default() };
-        match collected {
-            Collected::Here => {}
+        let note = match collected {
+            Collected::Here(note) => note,
             Collected::Lost(why) => return outcome(exit, prepared, inline, Some(&why)),
             Collected::Stopped => return Outcome { failure: Some(FailureClass::Cancelled), ..outcome(exit, prepared, inline, None) },
-        }
+        };
         // Reading directories blocks, for long when they are large; most tasks leave nothing in them at all.
         let found = if self.dirs.settle() {
             Ok(persist::find_streams(&stdout, &stderr))
@@ -276,7 +276,7 @@ impl<B: Bus, O: Objects> Executor<B, O> {
             tokio::task::spawn_blocking(find).await.unwrap_or_else(|e| Err(failed(e)))
         };
         let left = match found {
-            Ok(left) => left,
+            Ok(left) => left.with_note(note),
             Err(why) => return outcome(exit, prepared, inline, Some(&why)),
         };
         if !left.wants_storage() {
@@ -331,8 +331,8 @@ fn dirs_of<B, O>(shared: &Shared<B, O>, slot: u32, root: PathBuf) -> Dirs {
 
 /// What became of outputs that lay in a machine.
 enum Collected {
-    /// They are in the slot's directories; or there are none to be had.
-    Here,
+    /// They are in the slot's directories, or there are none to be had; and what was left out.
+    Here(Option<String>),
     /// They are lost.
     Lost(PersistError),
     /// The attempt is to end.

@@ -133,6 +133,13 @@ pub struct Left {
 }
 
 impl Left {
+    /// With something more to be said.
+    #[must_use]
+    pub fn with_note(mut self, note: Option<String>) -> Self {
+        self.kept.notes.extend(note);
+        self
+    }
+
     /// Does keeping it take any request?
     #[must_use]
     pub fn wants_storage(&self) -> bool {

@@ -52,16 +52,21 @@ impl Standby {
         Self { inner }
     }
 
-    /// Takes a machine that waits, if one does, and has others made ready. It stands still and has its template's disks.
+    /// Takes a machine that waits, if one does. It stands still and has its template's disks. Others are made when [`Standby::refill`] says
+    /// so.
     #[must_use]
     pub fn take(&self, template: &Arc<Template>) -> Option<Box<dyn Vm>> {
         let mut state = self.inner.lock();
         state.templates.entry(template.name).or_insert_with(|| template.clone());
         let now_ms = self.inner.now_ms();
         let id = state.pools.take(now_ms, template.name);
-        let vm = id.and_then(|id| state.machines.remove(&id));
-        self.inner.carry_out(&mut state);
-        vm
+        id.and_then(|id| state.machines.remove(&id))
+    }
+
+    /// Makes those that are wanted. Called when a machine that was taken is ready, so that theirs is not in its way; at the latest it is done
+    /// within half a second.
+    pub fn refill(&self) {
+        self.inner.carry_out(&mut self.inner.lock());
     }
 
     /// How many wait.

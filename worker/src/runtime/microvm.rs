@@ -17,7 +17,7 @@ use std::time::Duration;
 use tokio::task::JoinHandle;
 use volley_guest::files::{Unpack, UnpackError};
 use volley_jobspecs::failure::FailureClass;
-use volley_jobspecs::wire::guest::{FileLimits, Get, GetNamed, Put, RefusalKind};
+use volley_jobspecs::wire::guest::{FileLimits, Files, Get, GetNamed, Put, RefusalKind};
 
 use super::{Exit, Machine, Streams};
 use crate::attempt::Force;
@@ -29,6 +29,7 @@ use crate::persist::PersistError;
 use crate::prepare::{InMachine, Prepared};
 use crate::restore::RestoreError;
 use crate::vmm::VmmError;
+use crate::vmm::console;
 use crate::vmm::spawner::proto::Exited;
 use command::Running;
 use ready::Ready;
@@ -48,6 +49,8 @@ const FILES_WAIT: Duration = Duration::from_secs(900);
 const ENTRIES_MAX: u64 = 200_000;
 /// Longest path: what Linux takes.
 const PATH_BYTES_MAX: u32 = 4_096;
+/// Entries that were left out and are named.
+const SKIPPED_NAMED: usize = 5;
 /// Bits of modes that files of a machine keep on the host: they run as nobody there.
 const MODE_MASK: u32 = 0o777;
 
@@ -113,25 +116,25 @@ impl MicrovmMachine {
     }
 
     /// Fetches what the command left into the slot's directories, where it is found as if the command had run there. Nothing of the
-    /// machine is believed but that these are files.
+    /// machine is believed but that these are files. What the machine left out, in words, if anything.
     ///
     /// # Errors
     /// [`PersistError::Machine`].
-    pub async fn collect(&mut self, prepared: &Prepared, dirs: &Dirs) -> Result<(), PersistError> {
-        let (Some(ready), Some(_)) = (&self.ready, &prepared.inside) else { return Ok(()) };
+    pub async fn collect(&mut self, prepared: &Prepared, dirs: &Dirs) -> Result<Option<String>, PersistError> {
+        let (Some(ready), Some(_)) = (&self.ready, &prepared.inside) else { return Ok(None) };
         let how = Unpack { owner: dirs.owner(), mode_mask: MODE_MASK, limits: limits(ready.scratch_bytes) };
         let local = |source| PersistError::Read { path: dirs.out(), source };
         let out = get_all(&ready.guest, crate::beneath::root(&dirs.out()).map_err(local)?, how);
         let fetched = if prepared.task.outputs.is_empty() {
-            out.await
+            out.await.map(|files| left_out(&[files]))
         } else {
             // What is there are the inputs, as they were.
             dirs.empty_work().map_err(local)?;
             let work = get_named(&ready.guest, crate::beneath::root(&dirs.work()).map_err(local)?, &prepared.task.outputs, how);
-            futures::try_join!(out, work).map(drop)
+            futures::try_join!(out, work).map(|(out, work)| left_out(&[out, work]))
         };
         match fetched {
-            Ok(()) => Ok(()),
+            Ok(left_out) => Ok(left_out),
             Err(why) => Err(self.not_collected(why).await),
         }
     }
@@ -156,23 +159,33 @@ fn limits(scratch_bytes: u64) -> FileLimits {
     FileLimits { bytes: scratch_bytes, entries: ENTRIES_MAX, path_bytes: PATH_BYTES_MAX }
 }
 
-async fn get_all(guest: &Guest, to: OwnedFd, how: Unpack) -> Result<(), FilesError> {
+async fn get_all(guest: &Guest, to: OwnedFd, how: Unpack) -> Result<Files, FilesError> {
     let get = Get { path: OUT.to_owned(), limits: how.limits };
-    match guest.get(get, to, how, FILES_WAIT).await {
-        Ok(_) => Ok(()),
-        // The command removed the directory.
-        Err(FilesError::Guest(GuestError::Refused(refusal))) if refusal.kind == RefusalKind::NotFound => Ok(()),
+    there(guest.get(get, to, how, FILES_WAIT).await)
+}
+
+async fn get_named(guest: &Guest, to: OwnedFd, names: &[String], how: Unpack) -> Result<Files, FilesError> {
+    let get = GetNamed { dir: WORK.to_owned(), names: names.to_vec(), limits: how.limits };
+    there(guest.get_named(get, to, how, FILES_WAIT).await)
+}
+
+/// What the guest counted. A directory that the command removed gave nothing.
+fn there(got: Result<(Files, Files), FilesError>) -> Result<Files, FilesError> {
+    match got {
+        Ok((_here, there)) => Ok(there),
+        Err(FilesError::Guest(GuestError::Refused(refusal))) if refusal.kind == RefusalKind::NotFound => Ok(Files::default()),
         Err(why) => Err(why),
     }
 }
 
-async fn get_named(guest: &Guest, to: OwnedFd, names: &[String], how: Unpack) -> Result<(), FilesError> {
-    let get = GetNamed { dir: WORK.to_owned(), names: names.to_vec(), limits: how.limits };
-    match guest.get_named(get, to, how, FILES_WAIT).await {
-        Ok(_) => Ok(()),
-        Err(FilesError::Guest(GuestError::Refused(refusal))) if refusal.kind == RefusalKind::NotFound => Ok(()),
-        Err(why) => Err(why),
-    }
+/// What the guest left out, in words.
+fn left_out(all: &[Files]) -> Option<String> {
+    let total: u64 = all.iter().map(|files| files.skipped_total).sum();
+    let names = all.iter().flat_map(|files| &files.skipped).take(SKIPPED_NAMED).map(|skipped| console::plain(&skipped.path));
+    let names: Vec<String> = names.collect();
+    let more = total.saturating_sub(names.len() as u64);
+    let more = if more > 0 { format!(" and {more} more") } else { String::new() };
+    (total > 0).then(|| format!("left in the machine, as they are no plain files: {}{more}", names.join(", ")))
 }
 
 impl Machine for MicrovmMachine {

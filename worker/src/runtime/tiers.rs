@@ -44,12 +44,12 @@ impl Tiers {
         self.in_machine
     }
 
-    /// Brings outputs into the slot's directories, and ends the machine.
+    /// Brings outputs into the slot's directories, and ends the machine. What was left out, in words, if anything.
     ///
     /// # Errors
     /// [`PersistError`].
-    pub async fn collect(&mut self, prepared: &Prepared, dirs: &Dirs) -> Result<(), PersistError> {
-        let (true, Some(machine)) = (self.in_machine, &mut self.microvm) else { return Ok(()) };
+    pub async fn collect(&mut self, prepared: &Prepared, dirs: &Dirs) -> Result<Option<String>, PersistError> {
+        let (true, Some(machine)) = (self.in_machine, &mut self.microvm) else { return Ok(None) };
         let collected = machine.collect(prepared, dirs).await;
         machine.kill();
         collected

@@ -3,14 +3,18 @@
 use std::path::Path;
 
 use volley_guest::initramfs;
+use volley_worker::image::oci::{Config, Digest};
 use volley_worker::image::{self, ImageNote, Limits, Source, Store};
 
 use crate::host::{self, Host};
 
-const TOOLS: [&str; 23] = [
+const TOOLS: [&str; 24] = [
     "sh", "cat", "head", "od", "true", "ls", "stat", "dd", "sync", "echo", "sleep", "df", "env", "id", "mkdir", "hostname", "sort", "wc",
-    "tr", "rm", "ln", "chmod", "grep",
+    "tr", "rm", "ln", "chmod", "grep", "mkfifo",
 ];
+
+/// The same image with a user and an environment of its own.
+pub const OF_USER: &str = "sha256:2222222222222222222222222222222222222222222222222222222222222222";
 
 /// Puts an image into a store. Its name; or what is missing here.
 pub async fn busybox(images: &Path) -> Result<String, String> {
@@ -43,6 +47,11 @@ pub async fn noted(images: &Path) -> Result<ImageNote, String> {
         std::os::unix::fs::symlink("busybox", files.path().join("bin").join(name)).unwrap();
     }
     std::fs::write(files.path().join("etc/release"), "the image\n").unwrap();
+    std::fs::write(files.path().join("etc/passwd"), "root:x:0:0::/:/bin/sh\nann:x:1000:1001::/:/bin/sh\n").unwrap();
     let store = Store::open(images).unwrap();
-    image::import(&store, Source::Directory(files.path().to_owned()), Limits::default()).await.map_err(|e| e.to_string())
+    let note = image::import(&store, Source::Directory(files.path().to_owned()), Limits::default()).await.map_err(|e| e.to_string())?;
+    let config = Config { user: "ann".to_owned(), env: vec!["FROM=image".to_owned(), "PATH=/bin".to_owned()], ..Config::default() };
+    let other = ImageNote { digest: Digest::parse(OF_USER).unwrap(), source: "dir:/other".to_owned(), config, ..note.clone() };
+    store.note_image(&other).unwrap();
+    Ok(note)
 }

@@ -37,6 +37,10 @@ async fn a_template_is_built_once_and_goes_when_another_needs_its_room() {
     // Room for one machine that is being built, and no more.
     config.templates_bytes_max = 200 << 20;
     config.standby_bytes_max = 0;
+    let mut without = config.clone();
+    without.qemu = Some("/nowhere/qemu".into());
+    let why = Machines::open(&without, &dir.path().join("machines"), 2).await.unwrap_err().to_string();
+    assert_eq!(why, "QEMU can't be used: /nowhere/qemu is not there; install qemu-system-x86");
     let machines = Machines::open(&config, &dir.path().join("machines"), 2).await.unwrap();
     let (name, tenant, other) = (format!("sha256:{}", note.digest.hex()), TenantId::new("a").unwrap(), TenantId::new("b").unwrap());
     let begin = Instant::now();

@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+use volley_jobspecs::keys;
 use volley_jobspecs::wire::report::Ending;
 use volley_worker::vmm::spawner::MachineSpawner;
 
@@ -110,6 +111,18 @@ async fn a_machine_that_waits_is_taken_and_another_one_waits_then() {
         tokio::time::sleep(Duration::from_millis(700)).await;
     }
     eprintln!("a task with a machine that waited, from order to report: {runs:?}");
+    // Both slots at once, one task behind the other in each.
+    let begin = Instant::now();
+    let (job, _) = w.job(r#"{"count":8}"#, &task(&image, r#""command":"echo $VOLLEY_TASK_INDEX > /volley/out/index; hostname""#));
+    let orders = [0, 4].map(|first| w.bundle(job, first, 4).1);
+    w.order(orders.to_vec()).await;
+    w.until("eight ends", |w| w.ends().iter().filter(|end| end.name.job == job).count() == 8).await;
+    eprintln!("eight tasks in two slots: {:?}", begin.elapsed());
+    for end in w.ends().into_iter().filter(|end| end.name.job == job) {
+        assert_eq!((end.ending, text(&end.stdout)), (Ending::Succeeded, format!("{job}-{}-1\n", end.name.index)), "{:?}", end.message);
+        let index = w.objects.read(&keys::attempt_output(&end.name, "index")).unwrap();
+        assert_eq!(String::from_utf8(index).unwrap(), format!("{}\n", end.name.index));
+    }
     w.finish().await;
     assert_eq!(children(spawner.pid()), Vec::<u32>::new(), "they go with the worker");
 }

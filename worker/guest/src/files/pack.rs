@@ -46,25 +46,28 @@ pub enum PackError {
     Stream(#[source] io::Error),
 }
 
-/// Writes all below `path`, a directory, or `path` itself if it is a file.
+/// Writes all below `path`, a directory, or `path` itself if it is a file. A link there is left out.
 ///
 /// # Errors
 /// [`PackError`].
 pub fn pack(path: &Path, out: impl Write, limits: FileLimits) -> Result<Files, PackError> {
     let failed = |source: Errno| PackError::File { path: path.display().to_string(), source: source.into() };
-    let opened =
-        rustix::fs::open(path, OFlags::RDONLY | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC, Mode::empty()).map_err(failed)?;
-    let stat = rustix::fs::fstat(&opened).map_err(failed)?;
+    let name = path.file_name().unwrap_or_default().as_bytes();
     let mut packer = Packer { out: tar::Builder::new(out), tally: Tally::new(limits), seen: BTreeMap::new() };
-    match FileType::from_raw_mode(stat.st_mode) {
-        FileType::Directory => packer.walk(opened, Vec::new())?,
-        FileType::RegularFile => packer.file(path.file_name().unwrap_or_default().as_bytes(), opened, &stat)?,
-        _ => packer.tally.skip(path.file_name().unwrap_or_default().as_bytes(), SkipReason::Special),
+    let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
+    match rustix::fs::open(path, flags, Mode::empty()) {
+        Err(Errno::LOOP) => packer.tally.skip(name, SkipReason::InTheWay),
+        opened => {
+            let opened = opened.map_err(failed)?;
+            let stat = rustix::fs::fstat(&opened).map_err(failed)?;
+            match FileType::from_raw_mode(stat.st_mode) {
+                FileType::Directory => packer.walk(opened, Vec::new())?,
+                FileType::RegularFile => packer.file(name, opened, &stat)?,
+                _ => packer.tally.skip(name, SkipReason::Special),
+            }
+        }
     }
-    let Packer { mut out, tally, .. } = packer;
-    out.finish().map_err(PackError::Stream)?;
-    out.get_mut().flush().map_err(PackError::Stream)?;
-    Ok(tally.files)
+    packer.finish()
 }
 
 /// Writes the files below `dir`, a directory, that have these paths from it, and all below those that are directories. What is not there is
@@ -74,15 +77,17 @@ pub fn pack(path: &Path, out: impl Write, limits: FileLimits) -> Result<Files, P
 /// [`PackError`].
 pub fn pack_named(dir: &Path, names: &[String], out: impl Write, limits: FileLimits) -> Result<Files, PackError> {
     let failed = |source: Errno| PackError::File { path: dir.display().to_string(), source: source.into() };
-    let root = rustix::fs::open(dir, OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty()).map_err(failed)?;
     let mut packer = Packer { out: tar::Builder::new(out), tally: Tally::new(limits), seen: BTreeMap::new() };
-    for name in names {
-        packer.named(&root, name.as_bytes())?;
+    match rustix::fs::open(dir, OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC, Mode::empty()) {
+        Err(Errno::LOOP | Errno::NOTDIR) => packer.tally.skip(dir.as_os_str().as_bytes(), SkipReason::InTheWay),
+        root => {
+            let root = root.map_err(failed)?;
+            for name in names {
+                packer.named(&root, name.as_bytes())?;
+            }
+        }
     }
-    let Packer { mut out, tally, .. } = packer;
-    out.finish().map_err(PackError::Stream)?;
-    out.get_mut().flush().map_err(PackError::Stream)?;
-    Ok(tally.files)
+    packer.finish()
 }
 
 struct Packer<W: Write> {
@@ -100,6 +105,14 @@ struct Level {
 }
 
 impl<W: Write> Packer<W> {
+    /// Ends the stream.
+    fn finish(self) -> Result<Files, PackError> {
+        let Self { mut out, tally, .. } = self;
+        out.finish().map_err(PackError::Stream)?;
+        out.get_mut().flush().map_err(PackError::Stream)?;
+        Ok(tally.files)
+    }
+
     /// One of those that were asked for by name.
     fn named(&mut self, root: &OwnedFd, path: &[u8]) -> Result<(), PackError> {
         let Some(names) = below::names(path) else {

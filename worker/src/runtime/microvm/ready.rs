@@ -47,6 +47,12 @@ pub struct Ready {
 /// # Errors
 /// [`RestoreError`]; the machine is gone.
 pub async fn make(machines: &Machines, found: &Found, inside: &InMachine, disk: Option<u64>) -> Result<Ready, RestoreError> {
+    let ready = make_one(machines, found, inside, disk).await;
+    machines.standby.refill();
+    ready
+}
+
+async fn make_one(machines: &Machines, found: &Found, inside: &InMachine, disk: Option<u64>) -> Result<Ready, RestoreError> {
     let disk = disk.unwrap_or(crate::machines::DISK_BYTES_DEFAULT);
     if let Some(vm) = machines.standby.take(&found.template) {
         match confirm(machines, vm, found, inside, machines.scratch.make(disk).await?).await {

@@ -1,0 +1,195 @@
+//! What a task in a machine costs, beside the same steps by a bare script.
+
+use std::os::fd::OwnedFd;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use minicbor::bytes::ByteArray;
+use volley_guest::files::Unpack;
+use volley_jobspecs::ids::TenantId;
+use volley_jobspecs::resolve::ResolvedTask;
+use volley_jobspecs::spec::{Isolation, Resources, Timeouts};
+use volley_jobspecs::wire::guest::mux::Channel;
+use volley_jobspecs::wire::guest::{Dir, Exec, FileLimits, Furnish, Get, Identity, Mount};
+use volley_worker::MachineConfig;
+use volley_worker::cgroup::Limits;
+use volley_worker::dirs::Dirs;
+use volley_worker::guest::Guest;
+use volley_worker::machines::{DISK_BYTES_DEFAULT, Machines};
+use volley_worker::prepare::{InMachine, Prepared};
+use volley_worker::runtime::Machine;
+use volley_worker::runtime::microvm::MicrovmMachine;
+use volley_worker::spawner::proto::Spawn;
+use volley_worker::template::Template;
+use volley_worker::vmm::{Disk, Slot, Source, Vm};
+
+use crate::image;
+
+const ROUNDS: usize = 15;
+
+fn prepared(image: &str, dirs: &Dirs) -> Prepared {
+    let task = ResolvedTask {
+        image: Some(image.to_owned()),
+        isolation: Isolation::Microvm,
+        command: vec!["/bin/true".to_owned()],
+        env: Default::default(),
+        stdin: None,
+        workdir: None,
+        resources: Resources::default(),
+        inputs: Vec::new(),
+        outputs: Vec::new(),
+        volumes: Vec::new(),
+        timeouts: Timeouts::default(),
+        network: None,
+        secrets: Vec::new(),
+    };
+    let nothing = || Vec::new().into();
+    let spawn = Spawn { argv: Vec::new(), env: Vec::new(), path: Vec::new(), cwd: nothing(), uid: None, gid: None };
+    let inside = InMachine {
+        tenant: TenantId::new("public").unwrap(),
+        hostname: "measured".to_owned(),
+        defaults: Default::default(),
+        own: Default::default(),
+        cwd: "/".to_owned(),
+        dirs: dirs.clone(),
+        has_files: false,
+    };
+    Prepared { task, spawn, limits: Limits::default(), grace_ms: 1_000, inside: Some(Box::new(inside)) }
+}
+
+/// Seconds of each step, as they follow each other.
+#[derive(Default)]
+struct Rounds(Vec<(&'static str, Vec<Duration>)>);
+
+impl Rounds {
+    fn add(&mut self, step: &'static str, took: Duration) {
+        match self.0.iter_mut().find(|(name, _)| *name == step) {
+            Some((_, all)) => all.push(took),
+            None => self.0.push((step, vec![took])),
+        }
+    }
+
+    fn print(mut self, title: &str) {
+        let all: Vec<String> = self
+            .0
+            .iter_mut()
+            .map(|(name, all)| {
+                all.sort();
+                format!("{name} {:.1} ms", all[all.len() / 2].as_secs_f64() * 1e3)
+            })
+            .collect();
+        eprintln!("{title}: {}", all.join(", "));
+    }
+}
+
+/// One attempt by the tier.
+async fn by_tier(machine: &mut MicrovmMachine, prepared: &Prepared, dirs: &Dirs, rounds: &mut Rounds) {
+    let begin = Instant::now();
+    machine.restore(prepared).await.unwrap();
+    let ready = Instant::now();
+    let streams = machine.start(prepared).await.unwrap();
+    let exit = machine.wait().await.unwrap();
+    assert_eq!(exit.code, Some(0));
+    drop(streams);
+    let ended = Instant::now();
+    machine.collect(prepared, dirs).await.unwrap();
+    let collected = Instant::now();
+    machine.release().await;
+    rounds.add("ready", ready - begin);
+    rounds.add("command", ended - ready);
+    rounds.add("outputs", collected - ended);
+    rounds.add("end", collected.elapsed());
+    rounds.add("all", begin.elapsed());
+}
+
+/// The same steps, one behind the other, with a machine that stands still and a disk that is made.
+async fn by_script(machines: &Machines, template: &Template, vm: Option<Box<dyn Vm>>, dirs: &Dirs, rounds: &mut Rounds) {
+    let mut scratch = machines.scratch.make(DISK_BYTES_DEFAULT).await.unwrap();
+    let begin = Instant::now();
+    let mut vm = match vm {
+        Some(vm) => vm,
+        None => machines.vmm.restore(&template.snapshot, &[]).await.unwrap(),
+    };
+    let bytes = scratch.bytes;
+    vm.swap(Slot::SCRATCH, Disk { source: Source::File(scratch.file.take().unwrap()), bytes }).await.unwrap();
+    vm.resume().await.unwrap();
+    let mut nonce = [0; 32];
+    getrandom::fill(&mut nonce).unwrap();
+    let (guest, _) = Guest::connect(vm.connect().await.unwrap(), nonce, true, Duration::from_secs(60)).await.unwrap();
+    rounds.add("answer", begin.elapsed());
+    guest.reseed([nonce, nonce].concat().try_into().unwrap()).await.unwrap();
+    rounds.add("reseeded", begin.elapsed());
+    guest.set_clock(1_800_000_000_000_000_000).await.unwrap();
+    let machine_id = Some(ByteArray::from([1; 16]));
+    guest.set_identity(Identity { hostname: Some("bare".to_owned()), machine_id, boot_id: machine_id }).await.unwrap();
+    rounds.add("named", begin.elapsed());
+    let disk = Slot::SCRATCH.disk(machines.vmm.capabilities());
+    let mount = Mount { disk, bytes, fs: "ext4".to_owned(), target: "/volley".to_owned(), read_only: false, owner: None };
+    let dir = |name: &str| Dir { name: name.to_owned(), mode: 0o777, also: None };
+    guest.furnish(Furnish { mount, dirs: vec![dir("work"), dir("out"), dir("tmp")], user: None }).await.unwrap();
+    rounds.add("ready", begin.elapsed());
+    let ready = Instant::now();
+    let command = guest.exec(&Exec { argv: vec!["/bin/true".to_owned()], ..Exec::default() }).await.unwrap();
+    for channel in [Channel::Output, Channel::Errors] {
+        assert_eq!(command.read(channel, &mut [0; 64]).await.unwrap(), 0);
+    }
+    command.ended().await.unwrap();
+    drop(command);
+    rounds.add("command", ready.elapsed());
+    let ended = Instant::now();
+    let limits = FileLimits { bytes, entries: 1_000, path_bytes: 4_096 };
+    let out = OwnedFd::from(std::fs::File::open(dirs.out()).unwrap());
+    let how = Unpack { owner: None, mode_mask: 0o777, limits };
+    guest.get(Get { path: "/volley/out".to_owned(), limits }, out, how, Duration::from_secs(60)).await.unwrap();
+    rounds.add("outputs", ended.elapsed());
+    let collected = Instant::now();
+    drop(guest);
+    vm.kill().await.unwrap();
+    rounds.add("end", collected.elapsed());
+    rounds.add("all", begin.elapsed());
+}
+
+async fn machines(dir: &Path, standby_of_one_max: u32) -> Option<(Arc<Machines>, String)> {
+    let mut config = MachineConfig::new(dir);
+    let note = image::noted(&config.images).await.map_err(|why| eprintln!("skipped: {why}")).ok()?;
+    config.standby_of_one_max = Some(standby_of_one_max);
+    let machines = Machines::open(&config, &dir.join("machines"), 2).await.unwrap();
+    Some((Arc::new(machines), format!("sha256:{}", note.digest.hex())))
+}
+
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "it measures; run it alone"]
+async fn a_task_in_a_machine_is_measured_beside_a_bare_script() {
+    let dir = tempfile::tempdir().unwrap();
+    for waiting in [1, 0] {
+        let Some((machines, image)) = machines(&dir.path().join(waiting.to_string()), waiting).await else { return };
+        let mut dirs = Dirs::new(dir.path().join("slot"), None);
+        dirs.make().unwrap();
+        let prepared = prepared(&image, &dirs);
+        let mut machine = MicrovmMachine::new(machines.clone());
+        let (mut ours, mut bare, mut first) = (Rounds::default(), Rounds::default(), Rounds::default());
+        by_tier(&mut machine, &prepared, &dirs, &mut first).await;
+        first.print("the first, with its template");
+        let template = machines.template(&TenantId::new("public").unwrap(), Some(&image), &Resources::default()).await.unwrap().template;
+        for _ in 0..ROUNDS {
+            let begin = Instant::now();
+            while machines.standby.waiting() < waiting as usize {
+                assert!(begin.elapsed() < Duration::from_secs(30), "none waits");
+                tokio::time::sleep(Duration::from_millis(20)).await;
+            }
+            by_tier(&mut machine, &prepared, &dirs, &mut ours).await;
+            // Until the next one waits, so that its restore is in nobody's way.
+            while machines.standby.waiting() < waiting as usize {
+                tokio::time::sleep(Duration::from_millis(20)).await;
+            }
+            let vm = if waiting > 0 { Some(machines.vmm.restore(&template.snapshot, &[]).await.unwrap()) } else { None };
+            by_script(&machines, &template, vm, &dirs, &mut bare).await;
+        }
+        let how = if waiting > 0 { "from a machine that waited" } else { "with start and load" };
+        ours.print(&format!("the tier, {how}"));
+        bare.print(&format!("a bare script, {how}"));
+        drop(machine);
+        machines.close().await;
+    }
+}

@@ -364,6 +364,9 @@ fn outcome(exit: Result<Exit, ExecuteError>, prepared: &Prepared, kept: Kept, lo
                 );
                 notes.push(format!("{them} killed"));
             }
+            if exit.disk_full && failure.is_some() {
+                notes.push("its machine's disk was full; raise task.resources.disk".to_owned());
+            }
             let usage = Usage { cpu_us: exit.cpu_us, memory_bytes_max: exit.memory_bytes_max };
             (failure, code, message, Some(usage))
         }

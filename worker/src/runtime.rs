@@ -31,6 +31,8 @@ pub struct Exit {
     pub memory_bytes_max: u64,
     /// Processes it left running, which were killed.
     pub strays: u32,
+    /// Was its machine's disk full at its end?
+    pub disk_full: bool,
 }
 
 /// What a command writes, as it writes it: the reading ends of pipes, which don't block.

@@ -491,6 +491,10 @@ pub struct Ended {
     /// Processes of it that could not be killed.
     #[n(4)]
     pub survivors: u32,
+    /// Was the disk of its working directory full at its end? Earlier agents do not look.
+    #[n(5)]
+    #[cbor(default)]
+    pub disk_full: bool,
 }
 
 /// How a process ended.

@@ -116,6 +116,7 @@ impl Machine for ProcessMachine {
                 cpu_us: exited.cpu_us,
                 memory_bytes_max: exited.memory_bytes_max,
                 strays: exited.strays,
+                disk_full: false,
             }),
             Ok(Reply::NotStarted { step, errno }) => Err(ExecuteError::NotStarted { step, errno }),
             Ok(Reply::Ready | Reply::Broken(_)) => Err(ExecuteError::Spawner("it answered out of turn".into())),

@@ -66,5 +66,6 @@ async fn inputs_go_in_outputs_come_out_and_a_stream_may_be_long() {
     );
     let end = w.run_one(&format!("{small}}}")).await;
     assert!(end.code == Some(1) && text(&end.stderr).contains("No space left"), "{end:?}");
+    assert!(message(&end).contains("its machine's disk was full; raise task.resources.disk"), "{end:?}");
     w.finish().await;
 }

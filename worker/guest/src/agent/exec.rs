@@ -28,6 +28,9 @@ const CHUNK_BYTES: usize = 64 * 1024;
 /// cgroups, can still hold a pipe.
 const DRAIN_WAIT: Duration = Duration::from_secs(2);
 
+/// A disk with less room than this, in bytes, is full by anybody's measure: what did not fit may have been larger than what is left.
+const ROOM_BYTES_MIN: u64 = 64 * 1024;
+
 /// A command that runs.
 struct Running {
     pid: u32,
@@ -72,7 +75,11 @@ pub fn run(agent: &Agent, call: &Call, exec: &Exec) {
     let deadline = (!sure).then(|| Instant::now() + DRAIN_WAIT);
     agent.session.wait(deadline, |state| (running.pumps.load(Ordering::Acquire) == 0 || call.is_over(state)).then_some(()));
     let answer = match status {
-        Some(status) => Answer::Ended(ended(status, running.group.as_ref(), running.started, timed_out, survivors)),
+        Some(status) => {
+            let disk_full = is_full(exec.cwd.as_deref().unwrap_or("/"));
+            let ended = ended(status, running.group.as_ref(), running.started, timed_out, survivors);
+            Answer::Ended(Ended { disk_full, ..ended })
+        }
         None => Answer::Refused(Refusal::new(RefusalKind::System, format!("process {} can't be killed", running.pid))),
     };
     agent.children.forget(running.pid);
@@ -305,6 +312,14 @@ pub fn count_left(agent: &Agent) -> u32 {
     agent.cgroups.iter().flat_map(|cgroups| cgroups.all()).map(|group| group.members()).sum()
 }
 
+/// Has the disk that holds this directory no room left? A directory that is gone had room.
+fn is_full(dir: &str) -> bool {
+    rustix::fs::statvfs(dir).is_ok_and(|disk| {
+        let files_full = disk.f_files > 0 && disk.f_favail == 0;
+        disk.f_blocks > 0 && (disk.f_bavail.saturating_mul(disk.f_frsize) < ROOM_BYTES_MIN || files_full)
+    })
+}
+
 fn ended(status: Status, group: Option<&Group>, started: Instant, timed_out: bool, survivors: u32) -> Ended {
     let wall_ms = u64::try_from(started.elapsed().as_millis()).unwrap_or(u64::MAX);
     let usage = match group {
@@ -314,5 +329,5 @@ fn ended(status: Status, group: Option<&Group>, started: Instant, timed_out: boo
         }
         None => Usage { wall_ms, user_us: status.user_us, system_us: status.system_us, memory_peak_bytes: Some(status.memory_peak_bytes) },
     };
-    Ended { exit: status.exit, timed_out, oom_kills: group.map_or(0, Group::oom_kills), usage, survivors }
+    Ended { exit: status.exit, timed_out, oom_kills: group.map_or(0, Group::oom_kills), usage, survivors, disk_full: false }
 }

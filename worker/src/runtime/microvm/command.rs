@@ -214,6 +214,7 @@ fn exit(ended: &Ended) -> Exit {
         cpu_us: ended.usage.user_us.saturating_add(ended.usage.system_us),
         memory_bytes_max: ended.usage.memory_peak_bytes.unwrap_or(0),
         strays: 0,
+        disk_full: ended.disk_full,
     }
 }
 

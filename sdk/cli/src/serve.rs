@@ -245,7 +245,9 @@ pub struct ImageArgs {
 pub enum ImageVerb {
     /// Makes an image usable on this host, as `task.image`.
     Import {
-        /// A registry's name for it (`python:3.12`), `dir:DIR` or `tar:FILE` with its files, or `oci:PATH` or `oci:PATH:NAME`, an OCI layout.
+        /// Where it is: a registry's name such as python:3.12, or one of these.
+        ///
+        /// `dir:DIR` and `tar:FILE` have its files; `oci:PATH` and `oci:PATH:NAME` are an OCI layout.
         image: String,
         /// Speaks to the registry without encryption.
         #[arg(long)]

@@ -7,12 +7,10 @@ use std::ffi::{CString, c_char, c_int, c_void};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 
 use super::proto::{Spawn, Step};
+use super::zygote::IGNORED;
 
 /// Stack of the child until it execs, in bytes; its frames are a few hundred.
 const STACK_BYTES: usize = 64 * 1024;
-
-/// Signals that the shim ignores and a task must not.
-const RESET_SIGNALS: [c_int; 5] = [libc::SIGPIPE, libc::SIGTERM, libc::SIGINT, libc::SIGHUP, libc::SIGQUIT];
 
 /// A command that runs.
 pub struct Running {
@@ -133,7 +131,7 @@ unsafe fn become_the_task(plan: &Plan) -> (Step, c_int) {
         if libc::setsid() < 0 {
             return (Step::Session, errno());
         }
-        for signal in RESET_SIGNALS {
+        for signal in IGNORED {
             libc::signal(signal, libc::SIG_DFL);
         }
         for (fd, target) in plan.stdio.iter().zip(0..) {

@@ -2,6 +2,7 @@
 //!
 //! Owns making shims, and killing everything when the worker's end of its socket closes, however the worker died.
 
+use std::ffi::CStr;
 use std::os::fd::{AsFd, OwnedFd};
 use std::time::{Duration, Instant};
 
@@ -15,7 +16,8 @@ const KILL_TIME: Duration = Duration::from_secs(15);
 
 /// Runs in the forked child, never returns.
 pub fn main(socket: OwnedFd) -> ! {
-    set_up();
+    // Shims that end are reaped by the kernel.
+    set_up(c"volley-zygote", Children::Reaped);
     let mut buffer = vec![0; PACKET_BYTES_MAX];
     loop {
         match packet::receive(socket.as_fd(), &mut buffer) {
@@ -34,26 +36,38 @@ pub fn main(socket: OwnedFd) -> ! {
     exit(0)
 }
 
-fn set_up() {
+/// Signals that are for the worker, which decides what becomes of what its helpers started.
+pub const IGNORED: [libc::c_int; 5] = [libc::SIGTERM, libc::SIGINT, libc::SIGHUP, libc::SIGQUIT, libc::SIGPIPE];
+
+/// What becomes of a helper's children that end.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Children {
+    /// The kernel reaps them.
+    Reaped,
+    /// The helper waits for them.
+    Awaited,
+}
+
+/// Makes a process that was just forked off the worker a helper called `name`: it ends when the worker does, and gives nothing of it away.
+pub fn set_up(name: &CStr, children: Children) {
     // SAFETY: plain system calls in a process of one thread.
     unsafe {
         // A terminal's Ctrl-C and a service manager's TERM are for the worker, which drains; we end when it does.
         libc::setsid();
-        for signal in [libc::SIGTERM, libc::SIGINT, libc::SIGHUP, libc::SIGQUIT, libc::SIGPIPE] {
+        for signal in IGNORED {
             libc::signal(signal, libc::SIG_IGN);
         }
-        // Shims that end are reaped by the kernel.
-        libc::signal(libc::SIGCHLD, libc::SIG_IGN);
+        libc::signal(libc::SIGCHLD, if children == Children::Reaped { libc::SIG_IGN } else { libc::SIG_DFL });
         libc::umask(0o022);
         let mut none: libc::sigset_t = std::mem::zeroed();
         libc::sigemptyset(&raw mut none);
         libc::sigprocmask(libc::SIG_SETMASK, &raw const none, std::ptr::null_mut());
-        // No core files: a task that crashes by the thousand would fill the disk.
+        // No core files: a task that crashes by the thousand would fill the disk, and that of a VMM would hold its guest's memory.
         let no_core = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
         libc::setrlimit(libc::RLIMIT_CORE, &raw const no_core);
-        libc::prctl(libc::PR_SET_NAME, c"volley-zygote".as_ptr());
-        // A task can look at /proc of its parent, which is a shim: the worker's credentials must not be in there. Root can look
-        // anyway, so the environment is wiped as well.
+        libc::prctl(libc::PR_SET_NAME, name.as_ptr());
+        // A task can look at /proc of its parent, which is a shim, and so can machines without root, which have our user: the worker's
+        // credentials must not be in there. Root can look anyway, so the environment is wiped as well.
         libc::prctl(libc::PR_SET_DUMPABLE, 0, 0, 0, 0);
         wipe_environment();
     }
@@ -64,7 +78,7 @@ fn set_up() {
 ///
 /// # Safety
 /// Only in a process of one thread that reads no environment afterwards.
-pub unsafe fn wipe_environment() {
+unsafe fn wipe_environment() {
     // SAFETY: the list ends with a null pointer, and each text with a NUL byte; both are ours since the fork.
     unsafe {
         let mut at = environ;

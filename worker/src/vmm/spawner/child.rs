@@ -112,7 +112,7 @@ unsafe fn become_it(plan: &Plan<'_>, argv: &[*const c_char]) -> (Step, c_int) {
     unsafe {
         let errno = || *libc::__errno_location();
         libc::setsid();
-        for signal in super::init::IGNORED {
+        for signal in crate::spawner::zygote::IGNORED {
             libc::signal(signal, libc::SIG_DFL);
         }
         for file in plan.joins {

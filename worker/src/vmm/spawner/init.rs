@@ -18,11 +18,9 @@ use volley_jobspecs::wire;
 use super::child::{self, HIGH, Plan, Running, Stack};
 use super::proto::{Exited, Order, PACKET_BYTES_MAX, Reply, Start, Step, What};
 use super::{Hello, USERS_FIRST, USERS_MAX, view};
-use crate::spawner::{packet, zygote};
+use crate::spawner::packet;
+use crate::spawner::zygote::{self, Children};
 use crate::vmm::kvm;
-
-/// Signals that are for the worker, which decides what becomes of machines.
-pub const IGNORED: [libc::c_int; 5] = [libc::SIGTERM, libc::SIGINT, libc::SIGHUP, libc::SIGQUIT, libc::SIGPIPE];
 
 /// A mount goes at once, whoever uses it, and a link in its place is not followed.
 const TAKE_AWAY: UnmountFlags = UnmountFlags::DETACH.union(UnmountFlags::NOFOLLOW);
@@ -52,7 +50,7 @@ struct Init {
 
 /// Runs in the forked child, never returns. `missing`: what could not be shut off before.
 pub fn main(worker: OwnedFd, mut missing: Vec<String>, own_mounts: bool) -> ! {
-    set_up();
+    zygote::set_up(c"volley-machines", Children::Awaited);
     let entered = view::enter(own_mounts);
     let outside = entered.is_err();
     let say = |reply: Reply, fds: &[std::os::fd::BorrowedFd<'_>]| packet::send(worker.as_fd(), &wire::encode(&Hello::Reply(reply)), fds);
@@ -99,29 +97,6 @@ fn own_directory() -> io::Result<OwnedFd> {
     fs::create_dir(&dir)?;
     fs::set_permissions(&dir, std::os::unix::fs::PermissionsExt::from_mode(0o711))?;
     Ok(fs::File::open(dir)?.into())
-}
-
-fn set_up() {
-    // SAFETY: plain system calls in a process of one thread.
-    unsafe {
-        libc::setsid();
-        for signal in IGNORED {
-            libc::signal(signal, libc::SIG_IGN);
-        }
-        libc::signal(libc::SIGCHLD, libc::SIG_DFL);
-        libc::umask(0o022);
-        let mut none: libc::sigset_t = std::mem::zeroed();
-        libc::sigemptyset(&raw mut none);
-        libc::sigprocmask(libc::SIG_SETMASK, &raw const none, std::ptr::null_mut());
-        // A core file of a VMM would hold its guest's memory.
-        let no_core = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
-        libc::setrlimit(libc::RLIMIT_CORE, &raw const no_core);
-        libc::prctl(libc::PR_SET_NAME, c"volley-machines".as_ptr());
-        // Without root, machines have this process's user: neither its memory nor its environment is for them.
-        libc::prctl(libc::PR_SET_DUMPABLE, 0, 0, 0, 0);
-        zygote::wipe_environment();
-    }
-    let _ = rustix::process::set_child_subreaper(Some(rustix::process::getpid()));
 }
 
 impl Init {

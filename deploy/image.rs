@@ -8,13 +8,14 @@ use std::path::{Path, PathBuf};
 
 use rustix::fs::FlockOperation;
 use serde::Serialize;
-use volley_cli::serve::{ImageArgs, ImageVerb, UpArgs};
+use volley_cli::serve::{ImageArgs, ImageVerb};
 use volley_cli::{Exit, Out};
 use volley_worker::chain;
 use volley_worker::image::find::find;
 use volley_worker::image::{self, ImageNote, ImportError, Limits, Reference, Source, Store};
 
 use crate::failed::{Ended, Failed};
+use crate::up::default_dir;
 
 /// Held while images are changed: what one import has fetched so far must not be cleared away by another.
 const LOCK: &str = "import.lock";
@@ -60,8 +61,7 @@ pub async fn image(args: ImageArgs, out: Out) -> Ended {
 
 /// The named directory, or that of the `volley up` of this host.
 fn dir(named: Option<PathBuf>) -> Result<PathBuf, Failed> {
-    let up = || if rustix::process::geteuid().is_root() { Some(PathBuf::from(UpArgs::ROOT_DIR)) } else { UpArgs::home_dir() };
-    let found = named.or_else(|| Some(up()?.join("worker").join("images")));
+    let found = named.or_else(|| Some(default_dir()?.join("worker").join("images")));
     found.ok_or_else(|| Failed::new(Exit::NotConfigured, "no home directory; say where images lie with --images"))
 }
 

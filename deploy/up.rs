@@ -157,15 +157,17 @@ impl Coordinator {
     }
 }
 
+/// Where `volley up` keeps everything unless it is said; none without a home directory. As root elsewhere: tasks run as other users then,
+/// who can't pass through root's home.
+pub fn default_dir() -> Option<PathBuf> {
+    if rustix::process::geteuid().is_root() { Some(PathBuf::from(UpArgs::ROOT_DIR)) } else { UpArgs::home_dir() }
+}
+
 /// Makes the cluster's directory. Everything in it is private but the way to the tasks' directories, which other users must pass.
 fn make_dir(args: &UpArgs) -> Result<PathBuf, Failed> {
     let root = rustix::process::geteuid().is_root();
-    let dir = match &args.dir {
-        Some(dir) => dir.clone(),
-        // Tasks run as other users then, who can't pass through root's home.
-        None if root => PathBuf::from(UpArgs::ROOT_DIR),
-        None => args.dir().ok_or_else(|| Failed::new(Exit::NotConfigured, "no home directory; say where to keep things with --dir"))?,
-    };
+    let dir = args.dir.clone().or_else(default_dir);
+    let dir = dir.ok_or_else(|| Failed::new(Exit::NotConfigured, "no home directory; say where to keep things with --dir"))?;
     let made = std::fs::DirBuilder::new().recursive(true).mode(0o755).create(&dir);
     made.map_err(|e| Failed::local("make (another one is chosen with --dir)", &dir, &e))?;
     let dir = std::fs::canonicalize(&dir).map_err(|e| Failed::local("find", &dir, &e))?;

@@ -135,26 +135,33 @@ pub async fn send_kept(app: &App, row: &AttemptRow, wanted: Wanted, from: [u64; 
             send_stream(app, &row.end.name, stderr, stream, from, sink).await?;
         } else if from < stream.bytes {
             // Of a stream whose middle is missing, the only place that is known is that of its last bytes.
-            let begins = stream.bytes.saturating_sub(stream.tail.len() as u64);
-            sink.gap(begins.saturating_sub(from)).await?;
-            let skip = usize::try_from(from.saturating_sub(begins)).unwrap_or(usize::MAX).min(stream.tail.len());
-            let tail = Bytes::copy_from_slice(&stream.tail).slice(skip..);
-            sink.send(&row.end.name, stderr, begins + skip as u64, tail, true).await?;
+            sink.gap(tail_begins(stream).saturating_sub(from)).await?;
+            send_tail(&row.end.name, stderr, stream, from, true, sink).await?;
         }
         sink.ended(&row.end.name, stderr, stream.bytes);
     }
     Some(())
 }
 
+/// Where the part of a stream begins that rides in its attempt's end.
+fn tail_begins(stream: &Stream) -> u64 {
+    stream.bytes.saturating_sub(stream.tail.len() as u64)
+}
+
+/// Sends what of that part lies behind `from`.
+async fn send_tail(name: &AttemptName, stderr: bool, stream: &Stream, from: u64, moves: bool, sink: &mut Sink) -> Option<()> {
+    let begins = tail_begins(stream);
+    let skip = usize::try_from(from.saturating_sub(begins)).unwrap_or(usize::MAX).min(stream.tail.len());
+    let tail = Bytes::copy_from_slice(stream.tail.get(skip..).unwrap_or_default());
+    sink.send(name, stderr, begins + skip as u64, tail, moves).await
+}
+
 async fn send_stream(app: &App, name: &AttemptName, stderr: bool, stream: &Stream, from: u64, sink: &mut Sink) -> Option<()> {
     let key = keys::attempt_log(name, if stderr { "stderr" } else { "stdout" });
     // Where the middle is missing, a place in what was kept is none in the stream.
     let moves = !stream.truncated;
-    let tail = Bytes::copy_from_slice(&stream.tail);
-    let begins = stream.bytes.saturating_sub(stream.tail.len() as u64);
     if !stream.stored {
-        let skip = usize::try_from(from.saturating_sub(begins)).unwrap_or(usize::MAX).min(tail.len());
-        return sink.send(name, stderr, begins + skip as u64, tail.slice(skip..), moves).await;
+        return send_tail(name, stderr, stream, from, moves, sink).await;
     }
     let mut at = from;
     loop {
@@ -171,7 +178,7 @@ async fn send_stream(app: &App, name: &AttemptName, stderr: bool, stream: &Strea
             Err(volley_store::GetError::PastEnd { .. }) => return Some(()),
             // Retention took it; the tail is what is left.
             Err(error) if error.kind() == volley_store::ErrorKind::NotFound && at == from => {
-                return if from == 0 { sink.send(name, stderr, begins, tail, moves).await } else { Some(()) };
+                return if from == 0 { send_tail(name, stderr, stream, 0, moves, sink).await } else { Some(()) };
             }
             Err(error) => {
                 _ = sink.fail(error.to_string()).await;

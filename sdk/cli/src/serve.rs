@@ -46,12 +46,6 @@ impl UpArgs {
     /// The default for root: tasks run as other users then, who can't pass through root's home.
     pub const ROOT_DIR: &str = "/var/lib/volley";
 
-    /// The directory, or its default for other users; none without a home directory.
-    #[must_use]
-    pub fn dir(&self) -> Option<PathBuf> {
-        self.dir.clone().or_else(Self::home_dir)
-    }
-
     /// The default for other users than root; none without a home directory.
     #[must_use]
     pub fn home_dir() -> Option<PathBuf> {

@@ -9,7 +9,6 @@ use std::time::Duration;
 
 use volley_jobspecs::ids::{IdError, check_name};
 use volley_jobspecs::observe::Observing;
-use volley_jobspecs::spec::Isolation;
 use volley_jobspecs::validate::Features;
 use volley_store::StoreConfig;
 
@@ -115,7 +114,7 @@ impl CoordinatorConfig {
             create_bucket: false,
             listen: SocketAddr::from(([127, 0, 0, 1], 0)),
             bootstrap_token: None,
-            features: Features::with_isolation(&[Isolation::Null, Isolation::Process, Isolation::Microvm]),
+            features: Features::current(),
             items_buckets: Vec::new(),
             upload_bytes_max: UPLOAD_BYTES_MAX,
             local_metrics: false,

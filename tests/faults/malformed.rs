@@ -7,7 +7,6 @@ use std::time::Instant;
 use serde_json::{Value, json};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use volley_jobspecs::parse::parse_and_validate;
-use volley_jobspecs::spec::Isolation;
 use volley_jobspecs::validate::Features;
 
 use crate::cluster::{Cluster, Plan, http};
@@ -194,7 +193,7 @@ fn bases() -> Vec<Value> {
 
 /// A spec that this build's own reader refuses; what it takes is mutated further.
 fn malformed_spec(random: &mut Random, bases: &[Value]) -> Malformed {
-    let features = Features::with_isolation(&[Isolation::Null, Isolation::Process]);
+    let features = Features::current();
     loop {
         let mut spec = bases[random.below(bases.len() as u64) as usize].clone();
         for _ in 0..random.between(1, 6) {

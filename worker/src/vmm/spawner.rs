@@ -223,11 +223,19 @@ fn fork_spawner() -> Result<Inner, SpawnError> {
     // The first child leaves the namespaces and ends; the spawner is its child.
     // SAFETY: plain system call, on a child of ours.
     unsafe { libc::waitpid(pid, std::ptr::null_mut(), 0) };
+    greeted(ours)
+}
+
+/// Waits until the spawner has said that it is ready.
+fn greeted(ours: OwnedFd) -> Result<Inner, SpawnError> {
+    let failed = |e: io::Error| SpawnError::Spawner(e.to_string());
     let (mut spawner, mut ready, mut buffer) = (None, None, vec![0; REPLY_BYTES_MAX]);
     loop {
-        if let (Some(pid), Some((machines, missing))) = (spawner, ready.take()) {
-            return Ok(Inner { socket: ours, machines: Arc::new(machines), pid, missing });
-        }
+        // The two are said by two processes: either may be the first.
+        (spawner, ready) = match (spawner, ready) {
+            (Some(pid), Some((machines, missing))) => return Ok(Inner { socket: ours, machines: Arc::new(machines), pid, missing }),
+            one => one,
+        };
         let wait = rustix::event::Timespec { tv_sec: READY_WAIT.as_secs().cast_signed(), tv_nsec: 0 };
         let waited = rustix::event::poll(&mut [PollFd::new(&ours, PollFlags::IN)], Some(&wait));
         if waited.is_ok_and(|count| count == 0) {
@@ -411,5 +419,40 @@ impl Process {
             }
             _ => Err(failed("the helper answered out of turn".to_owned())),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![expect(clippy::unwrap_used, reason = "a failed step of a test ends the test")]
+
+    use super::*;
+
+    /// What the two processes say has no order.
+    #[test]
+    fn whoever_speaks_first_the_spawner_is_there() {
+        let dir = File::open("/").unwrap();
+        for pid_first in [true, false] {
+            let (ours, theirs) = socketpair().unwrap();
+            let pid = || packet::send(theirs.as_fd(), &wire::encode(&Hello::Pid(7)), &[]).unwrap();
+            if pid_first {
+                pid();
+            }
+            let ready = Hello::Reply(Reply::Ready { missing: vec!["something".to_owned()] });
+            packet::send(theirs.as_fd(), &wire::encode(&ready), &[dir.as_fd()]).unwrap();
+            if !pid_first {
+                pid();
+            }
+            let inner = greeted(ours).unwrap();
+            assert_eq!((inner.pid, inner.missing.as_slice()), (7, ["something".to_owned()].as_slice()));
+        }
+    }
+
+    #[test]
+    fn one_that_ends_before_it_is_ready_is_no_spawner() {
+        let (ours, theirs) = socketpair().unwrap();
+        packet::send(theirs.as_fd(), &wire::encode(&Hello::Pid(7)), &[]).unwrap();
+        drop(theirs);
+        assert!(matches!(greeted(ours), Err(SpawnError::Spawner(why)) if why.contains("ended")));
     }
 }

@@ -12,7 +12,6 @@ use sha2::{Digest, Sha256};
 use tokio::sync::mpsc;
 use volley_jobspecs::ids::{BundleId, Incarnation, JobId, TenantId, Term, WorkerId};
 use volley_jobspecs::parse::parse_and_validate;
-use volley_jobspecs::spec::Isolation;
 use volley_jobspecs::validate::Features;
 use volley_jobspecs::wire::live::Watch;
 use volley_jobspecs::wire::plan::SpecRef;
@@ -227,7 +226,7 @@ impl World {
         let job = JobId(self.next_job);
         self.next_job += 1;
         let spec = format!(r#"{{"version":"volley/v1","name":"t","items":{items},"task":{task}}}"#);
-        let features = Features::with_isolation(&[Isolation::Process, Isolation::Null, Isolation::Microvm]);
+        let features = Features::current();
         let valid = parse_and_validate(spec.as_bytes(), &features).unwrap_or_else(|e| panic!("{e}"));
         let tasks = valid.tasks().unwrap() as u32;
         self.offer(JobForWorker {

@@ -203,7 +203,7 @@ pub fn find(dirs: &Dirs, declared: &[String], stdout: &Capture, stderr: &Capture
         let more = skipped.len().saturating_sub(SKIPPED_NAMED);
         let named = skipped.iter().take(SKIPPED_NAMED).cloned().collect::<Vec<_>>().join(", ");
         let more = if more > 0 { format!(" and {more} more") } else { String::new() };
-        left.kept.notes.push(format!("not kept, as they are no plain files: {named}{more}"));
+        left.kept.notes.push(format!("not kept: {named}{more}"));
     }
     Ok(left)
 }

@@ -17,8 +17,8 @@ use crate::ports::{Moved, ObjectError};
 const CONNECT_TIME: Duration = Duration::from_secs(10);
 /// How long nothing may come before a transfer counts as broken.
 const READ_TIME: Duration = Duration::from_secs(30);
-/// Tries of one download, with pauses from 200 ms doubling: about half a minute of trouble at the other end.
-const TRIES: usize = 8;
+/// Tries of one download, with pauses from 200 ms doubling. Few: they hold a slot, which the pause before the next attempt does not.
+const TRIES: usize = 4;
 
 /// Fetches `url` into a new file at `path`.
 ///
@@ -29,7 +29,6 @@ pub async fn download(url: &str, path: &Path, sha256: Option<&str>) -> Result<Mo
     let client = client()?;
     let backoff = ExponentialBuilder::default()
         .with_min_delay(Duration::from_millis(200))
-        .with_max_delay(Duration::from_secs(10))
         .with_max_times(TRIES - 1)
         .with_jitter();
     let fetched = (|| fetch(client, url, path)).retry(backoff).when(|e| matches!(e, ObjectError::Failed(_))).await;

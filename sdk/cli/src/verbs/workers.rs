@@ -56,7 +56,13 @@ pub async fn run(ctx: &Ctx, args: Args) -> Result<Exit, CliError> {
             ("resumed", workers)
         }
     };
-    ctx.out.show(&json!({ done: workers }), || format!("{done}: {}\n", workers.join(", ")))?;
+    // As they are then: one that was told to end by its own host drains whatever is asked of it.
+    let mut now = client.workers().await?;
+    now.retain(|worker| workers.contains(&worker.worker));
+    ctx.out.show(&json!({ done: workers }), || text(&now))?;
+    for worker in now.iter().filter(|worker| done == "resumed" && worker.state == "draining") {
+        ctx.out.note(&format!("{}: it was told to end on its host, and takes nothing more until it is started again there", worker.worker));
+    }
     Ok(Exit::Success)
 }
 

@@ -11,6 +11,7 @@ pub mod expand;
 pub mod failure;
 pub mod ids;
 pub mod keys;
+pub mod machine;
 pub mod observe;
 pub mod pages;
 pub mod parse;

@@ -4,14 +4,13 @@
 //! (`validate`, `wire::plan`).
 
 use crate::backoff::Backoff;
+use crate::machine;
 use crate::spec::{FailFastMode, FailureLimit, Isolation, Keep, Placement, Resources, RetentionSpec, RetryAction, RetrySpec};
 use crate::validate::ValidJob;
 use crate::wire::plan;
 
 /// CPU set aside for a task that doesn't say, in thousandths of a core.
 pub const CPU_MILLI_DEFAULT: u32 = 1_000;
-/// Memory of a microVM that doesn't say, in bytes: a machine has to have some.
-pub const MICROVM_MEMORY_BYTES_DEFAULT: u64 = 512 << 20;
 
 /// Plans the first stage of a job that has `tasks` tasks: [`ValidJob::tasks`], or what the index of its items' file says.
 #[must_use]
@@ -59,20 +58,26 @@ fn retry(retry: &RetrySpec) -> plan::Retry {
 }
 
 fn needs(isolation: Isolation, resources: &Resources, placement: &Placement) -> plan::Needs {
-    let (tier, cpu_default, memory_default) = match isolation {
+    let limited = resources.cpus.is_some() || resources.memory.is_some() || resources.pids.is_some();
+    let (memory, disk) = (resources.memory.map_or(0, |memory| memory.0), resources.disk.map_or(0, |disk| disk.0));
+    let (tier, cpu_default, memory_bytes, disk_bytes, limits) = match isolation {
         // Nothing runs, so nothing is set aside.
-        Isolation::Null => (plan::Isolation::Null, 0, 0),
-        Isolation::Process => (plan::Isolation::Process, CPU_MILLI_DEFAULT, 0),
-        Isolation::Container => (plan::Isolation::Container, CPU_MILLI_DEFAULT, 0),
-        Isolation::Microvm => (plan::Isolation::Microvm, CPU_MILLI_DEFAULT, MICROVM_MEMORY_BYTES_DEFAULT),
+        Isolation::Null => (plan::Isolation::Null, 0, memory, disk, limited),
+        Isolation::Process => (plan::Isolation::Process, CPU_MILLI_DEFAULT, memory, disk, limited),
+        Isolation::Container => (plan::Isolation::Container, CPU_MILLI_DEFAULT, memory, disk, limited),
+        // A machine is its own limit: its host needs no permission on cgroups for it.
+        Isolation::Microvm => {
+            let (memory, disk) = (machine::host_memory_bytes(resources), machine::disk_bytes(resources));
+            (plan::Isolation::Microvm, CPU_MILLI_DEFAULT, memory, disk, false)
+        }
     };
     plan::Needs {
         cpu_milli: resources.cpus.map_or(cpu_default, |cpus| cpus.0),
-        memory_bytes: resources.memory.map_or(memory_default, |memory| memory.0),
-        disk_bytes: resources.disk.map_or(0, |disk| disk.0),
+        memory_bytes,
+        disk_bytes,
         isolation: tier,
         labels: placement.labels.clone(),
-        limits: resources.cpus.is_some() || resources.memory.is_some() || resources.pids.is_some(),
+        limits,
     }
 }
 
@@ -167,5 +172,13 @@ mod tests {
         assert_eq!(got.retry.backoff, Backoff::default());
         assert_eq!((got.needs.cpu_milli, got.needs.memory_bytes, got.needs.limits), (1_000, 0, false));
         assert_eq!(got.retention.job_ms, Some(30 * 86_400_000));
+    }
+
+    #[test]
+    fn a_machine_is_set_aside_as_a_whole() {
+        let resources = json!({ "cpus": 2, "memory": "1GiB" });
+        let task = json!({ "isolation": "microvm", "image": "i", "command": "x", "resources": resources });
+        let needs = plan_of(json!({ "version": "volley/v1", "name": "n", "task": task })).needs;
+        assert_eq!((needs.cpu_milli, needs.memory_bytes >> 20, needs.disk_bytes >> 20, needs.limits), (2_000, 1_192, 2_048, false));
     }
 }

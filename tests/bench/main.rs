@@ -1,10 +1,11 @@
 //! The benches: `tests/bench/run [NAME]` builds and runs them.
 //!
-//! Owns what is measured and how it is printed: one line a figure: name, ours, the other, ratio. Everything of one figure is measured
-//! in one run on one machine. Does not judge: these machines are noisy.
+//! Owns what is measured of jobs: one line a figure: name, ours, the other, ratio. Everything of one figure is measured in one run on
+//! one machine. Does not judge: these machines are noisy. Machines are measured by a program of their own (`machines/`).
 #![expect(clippy::unwrap_used, reason = "a bench: a panic ends it with a place")]
 
 mod cluster;
+mod figures;
 mod nulls;
 mod raw;
 mod spawn;
@@ -18,7 +19,7 @@ fn main() {
         std::process::exit(2);
     }
     // The spawner of workers in this process is made while it is small and has one thread.
-    println!("{:<28} {:>14} {:>14} {:>8}", "name", "ours", "the other", "ratio");
+    figures::heading();
     for each in NAMES.into_iter().filter(|each| name.as_deref().is_none_or(|name| name == *each)) {
         let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().unwrap();
         runtime.block_on(async {
@@ -32,15 +33,4 @@ fn main() {
         });
         runtime.shutdown_timeout(std::time::Duration::from_secs(2));
     }
-}
-
-/// Prints a figure.
-pub fn figure(name: &str, ours: f64, other: f64) {
-    println!("{name:<28} {ours:>14.1} {other:>14.1} {:>8.2}", ours / other);
-}
-
-/// The median.
-pub fn median(mut values: Vec<f64>) -> f64 {
-    values.sort_by(f64::total_cmp);
-    values[values.len() / 2]
 }

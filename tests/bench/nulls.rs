@@ -9,7 +9,8 @@ use volley_store::Store;
 use volley_worker::{NatsBus, S3Objects};
 
 use crate::cluster::{Cluster, cpu_seconds, resident};
-use crate::{figure, median, raw};
+use crate::figures::{figure, median};
+use crate::raw;
 
 fn spec(tasks: u32) -> String {
     format!(
@@ -43,8 +44,8 @@ pub async fn null() {
         rates.push(100_000.0 / run(&client, 100_000).await);
     }
     let log = raw::publish_rate(&cluster.nats_url).await;
-    figure("null tasks/s vs target", median(rates.clone()), 20_000.0);
-    figure("null tasks/s vs raw log msg/s", median(rates), log);
+    figure("null tasks/s vs target", median(&rates), 20_000.0);
+    figure("null tasks/s vs raw log msg/s", median(&rates), log);
 }
 
 /// Starts null workers in this process, each with a connection of its own.
@@ -141,5 +142,5 @@ pub async fn submit() {
         client.submit(spec(1_000_000)).await.unwrap();
         times.push(started.elapsed().as_secs_f64() * 1e3);
     }
-    figure("submit ms of 1M vs max", median(times), 100.0);
+    figure("submit ms of 1M vs max", median(&times), 100.0);
 }

@@ -6,7 +6,8 @@ use std::time::Instant;
 use volley_sdk::{Client, ResultsQuery};
 
 use crate::cluster::Cluster;
-use crate::{figure, median, raw};
+use crate::figures::{figure, median};
+use crate::raw;
 
 const TASKS: u32 = 5_000;
 const ROUNDS: usize = 3;
@@ -47,9 +48,9 @@ pub async fn spawn() {
         ours.push(run(&client).await);
         theirs.extend(hyperqueue(cores));
     }
-    figure("spawn tasks/s vs posix_spawn", median(ours.clone()), median(raws));
+    figure("spawn tasks/s vs posix_spawn", median(&ours), median(&raws));
     match theirs.is_empty() {
         true => println!("spawn vs HyperQueue: skipped: no python3 with hyperqueue 0.27 (pip install hyperqueue==0.27.0)"),
-        false => figure("spawn tasks/s vs HyperQueue", median(ours), median(theirs)),
+        false => figure("spawn tasks/s vs HyperQueue", median(&ours), median(&theirs)),
     }
 }

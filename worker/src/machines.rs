@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use volley_guest::initramfs::{self, InitramfsError};
 use volley_jobspecs::ids::TenantId;
-use volley_jobspecs::plan::MICROVM_MEMORY_BYTES_DEFAULT;
+use volley_jobspecs::machine;
 use volley_jobspecs::spec::Resources;
 
 use crate::config::MachineConfig;
@@ -27,17 +27,10 @@ use crate::vmm::qemu::Qemu;
 use crate::vmm::spawner::{MachineSpawner, SpawnError};
 use crate::vmm::{Size, Vmm, VmmError};
 
-pub use scratch::{DISK_BYTES_DEFAULT, ScratchDisk, ScratchDisks, ScratchError};
+pub use scratch::{ScratchDisk, ScratchDisks, ScratchError};
 
-/// What a machine has beyond its task's memory, in bytes: the kernel and what it keeps (some 45 MiB), the agent with what it sets aside for
-/// itself (24 MiB), and what is written outside the scratch disk.
-const OVERHEAD_BYTES: u64 = 96 << 20;
-/// Machines come in steps of this many bytes of memory: each size is a template of its own.
-const MEMORY_STEP_BYTES: u64 = 64 << 20;
-/// Most virtual processors of a machine.
-const VCPUS_MAX: u32 = 32;
-/// The host's memory that a machine takes while it waits, in bytes: 34 to 39 MB were measured with QEMU, shared pages divided.
-const STANDBY_BYTES: u64 = 40 << 20;
+/// The host's memory that a machine takes while it waits, in bytes: its VMM's, as nothing was written in it yet.
+const STANDBY_BYTES: u64 = machine::VMM_BYTES;
 /// Proofs of reseeds that are remembered: of more machines than a host runs in an hour.
 const PROOFS_KEPT: usize = 4_096;
 
@@ -248,10 +241,7 @@ pub fn image_env(config: &ImageConfig) -> Vec<(String, String)> {
 /// The machine for a task's resources.
 #[must_use]
 pub fn size(resources: &Resources) -> Size {
-    let vcpus = resources.cpus.map_or(1, |cpus| cpus.0.div_ceil(1_000)).clamp(1, VCPUS_MAX);
-    let memory = resources.memory.map_or(MICROVM_MEMORY_BYTES_DEFAULT, |memory| memory.0).saturating_add(OVERHEAD_BYTES);
-    let memory_bytes = memory.div_ceil(MEMORY_STEP_BYTES).saturating_mul(MEMORY_STEP_BYTES);
-    Size { vcpus: u8::try_from(vcpus).unwrap_or(u8::MAX), memory_bytes }
+    Size { vcpus: machine::vcpus(resources), memory_bytes: machine::memory_bytes(resources) }
 }
 
 /// Where a kernel's modules are: beside it, as deploy/setup.sh unpacks them, or where a distribution installs them. None: it is said by the
@@ -260,22 +250,4 @@ fn modules_of(kernel: &Kernel) -> Option<PathBuf> {
     let beside = kernel.path.parent().map(|dir| dir.join("modules"));
     let installed = Path::new("/lib/modules").join(&kernel.release);
     beside.into_iter().chain([installed]).find(|dir| dir.is_dir())
-}
-
-#[cfg(test)]
-mod tests {
-    use volley_jobspecs::spec::{ByteSize, MilliCpus};
-
-    use super::*;
-
-    #[test]
-    fn a_machine_holds_its_task_and_what_it_needs_itself() {
-        let of = |cpus: u32, mib: u64| {
-            size(&Resources { cpus: Some(MilliCpus(cpus)), memory: Some(ByteSize(mib << 20)), ..Resources::default() })
-        };
-        assert_eq!(of(1, 32), Size { vcpus: 1, memory_bytes: 128 << 20 });
-        assert_eq!(of(1_001, 33), Size { vcpus: 2, memory_bytes: 192 << 20 });
-        assert_eq!(of(u32::MAX, u64::MAX >> 20).vcpus, 32);
-        assert_eq!(size(&Resources::default()), Size { vcpus: 1, memory_bytes: 640 << 20 });
-    }
 }

@@ -175,10 +175,10 @@ pub struct Resources {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cpus: Option<MilliCpus>,
     /// Memory, at least 4MiB. Above it the task is ended as `oom`. Left out: none is set aside, and use isn't limited (a `microvm`
-    /// gets 512MiB).
+    /// gets 512MiB). Its machine has 96MiB more, in steps of 64MiB, and 40MiB beside it are set aside for what runs it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub memory: Option<ByteSize>,
-    /// Disk space for the task's own directory. Left out: none is set aside.
+    /// Disk space for the task's own directory. Left out: none is set aside (a `microvm` has 2GiB).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub disk: Option<ByteSize>,
     /// Most processes and threads at once, 1 to 4194304. Left out: not limited.

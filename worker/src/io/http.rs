@@ -27,10 +27,7 @@ const TRIES: usize = 4;
 /// network that stays in trouble, or a disk that can't be written.
 pub async fn download(url: &str, path: &Path, sha256: Option<&str>) -> Result<Moved, ObjectError> {
     let client = client()?;
-    let backoff = ExponentialBuilder::default()
-        .with_min_delay(Duration::from_millis(200))
-        .with_max_times(TRIES - 1)
-        .with_jitter();
+    let backoff = ExponentialBuilder::default().with_min_delay(Duration::from_millis(200)).with_max_times(TRIES - 1).with_jitter();
     let fetched = (|| fetch(client, url, path)).retry(backoff).when(|e| matches!(e, ObjectError::Failed(_))).await;
     match (fetched, sha256) {
         (Ok(moved), Some(wanted)) if moved.sha256 != wanted => {

@@ -17,8 +17,6 @@ use rustix::fs::SeekFrom;
 use rustix::io::Errno;
 use tokio::sync::Mutex;
 
-/// Size of a disk when its task names none, in bytes.
-pub const DISK_BYTES_DEFAULT: u64 = 2 << 30;
 /// Smallest disk, in bytes: a file system needs some of it for itself.
 const DISK_BYTES_MIN: u64 = 16 << 20;
 /// Sizes are rounded up to this many bytes.

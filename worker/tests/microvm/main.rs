@@ -8,7 +8,6 @@ mod hard;
 #[path = "../guest/host.rs"]
 mod host;
 mod image;
-mod measured;
 #[expect(dead_code, reason = "shared with tests of other tiers")]
 #[path = "../support/mod.rs"]
 mod support;

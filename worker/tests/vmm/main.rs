@@ -10,6 +10,8 @@ mod host;
 mod linux;
 mod nbd;
 mod qemu;
+#[expect(dead_code, reason = "shared with benches")]
+mod tiny;
 
 use std::collections::BTreeMap;
 use std::sync::Arc;

@@ -53,7 +53,7 @@ pub async fn make(machines: &Machines, found: &Found, inside: &InMachine, disk: 
 }
 
 async fn make_one(machines: &Machines, found: &Found, inside: &InMachine, disk: Option<u64>) -> Result<Ready, RestoreError> {
-    let disk = disk.unwrap_or(crate::machines::DISK_BYTES_DEFAULT);
+    let disk = disk.unwrap_or(volley_jobspecs::machine::DISK_BYTES_DEFAULT);
     if let Some(vm) = machines.standby.take(&found.template) {
         match confirm(machines, vm, found, inside, machines.scratch.make(disk).await?).await {
             Ok(ready) => return Ok(ready),

@@ -1,4 +1,4 @@
-//! What a task in a machine costs, beside the same steps by a bare script.
+//! `task-overhead`: what a task in a machine costs, beside the same steps by a bare script.
 
 use std::os::fd::OwnedFd;
 use std::path::Path;
@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use minicbor::bytes::ByteArray;
 use volley_guest::files::Unpack;
 use volley_jobspecs::ids::TenantId;
+use volley_jobspecs::machine::DISK_BYTES_DEFAULT;
 use volley_jobspecs::resolve::ResolvedTask;
 use volley_jobspecs::spec::{Isolation, Resources, Timeouts};
 use volley_jobspecs::wire::guest::mux::Channel;
@@ -16,17 +17,23 @@ use volley_worker::MachineConfig;
 use volley_worker::cgroup::Limits;
 use volley_worker::dirs::Dirs;
 use volley_worker::guest::Guest;
-use volley_worker::machines::{DISK_BYTES_DEFAULT, Machines};
+use volley_worker::machines::Machines;
 use volley_worker::prepare::{InMachine, Prepared};
 use volley_worker::runtime::Machine;
 use volley_worker::runtime::microvm::MicrovmMachine;
 use volley_worker::spawner::proto::Spawn;
 use volley_worker::template::Template;
+use volley_worker::vmm::spawner::MachineSpawner;
 use volley_worker::vmm::{Disk, Slot, Source, Vm};
 
+use crate::figures::{figure, median};
 use crate::image;
+use crate::ms;
 
-const ROUNDS: usize = 15;
+/// Tasks of each kind, in turns.
+const ROUNDS: usize = 20;
+/// What the worker may add to a machine's own time, in milliseconds.
+const OVERHEAD_MS_MAX: f64 = 10.0;
 
 fn prepared(image: &str, dirs: &Dirs) -> Prepared {
     let task = ResolvedTask {
@@ -58,28 +65,20 @@ fn prepared(image: &str, dirs: &Dirs) -> Prepared {
     Prepared { task, spawn, limits: Limits::default(), grace_ms: 1_000, inside: Some(Box::new(inside)) }
 }
 
-/// Seconds of each step, as they follow each other.
+/// Milliseconds of each step, as they follow each other.
 #[derive(Default)]
-struct Rounds(Vec<(&'static str, Vec<Duration>)>);
+struct Rounds(Vec<(&'static str, Vec<f64>)>);
 
 impl Rounds {
     fn add(&mut self, step: &'static str, took: Duration) {
         match self.0.iter_mut().find(|(name, _)| *name == step) {
-            Some((_, all)) => all.push(took),
-            None => self.0.push((step, vec![took])),
+            Some((_, all)) => all.push(ms(took)),
+            None => self.0.push((step, vec![ms(took)])),
         }
     }
 
-    fn print(mut self, title: &str) {
-        let all: Vec<String> = self
-            .0
-            .iter_mut()
-            .map(|(name, all)| {
-                all.sort();
-                format!("{name} {:.1} ms", all[all.len() / 2].as_secs_f64() * 1e3)
-            })
-            .collect();
-        eprintln!("{title}: {}", all.join(", "));
+    fn of(&self, step: &str) -> f64 {
+        self.0.iter().find(|(name, _)| *name == step).map_or(0.0, |(_, all)| median(all))
     }
 }
 
@@ -117,13 +116,10 @@ async fn by_script(machines: &Machines, template: &Template, vm: Option<Box<dyn 
     let mut nonce = [0; 32];
     getrandom::fill(&mut nonce).unwrap();
     let (guest, _) = Guest::connect(vm.connect().await.unwrap(), nonce, true, Duration::from_secs(60)).await.unwrap();
-    rounds.add("answer", begin.elapsed());
     guest.reseed([nonce, nonce].concat().try_into().unwrap()).await.unwrap();
-    rounds.add("reseeded", begin.elapsed());
     guest.set_clock(1_800_000_000_000_000_000).await.unwrap();
     let machine_id = Some(ByteArray::from([1; 16]));
     guest.set_identity(Identity { hostname: Some("bare".to_owned()), machine_id, boot_id: machine_id }).await.unwrap();
-    rounds.add("named", begin.elapsed());
     let disk = Slot::SCRATCH.disk(machines.vmm.capabilities());
     let mount = Mount { disk, bytes, fs: "ext4".to_owned(), target: "/volley".to_owned(), read_only: false, owner: None };
     let dir = |name: &str| Dir { name: name.to_owned(), mode: 0o777, also: None };
@@ -150,45 +146,50 @@ async fn by_script(machines: &Machines, template: &Template, vm: Option<Box<dyn 
     rounds.add("all", begin.elapsed());
 }
 
-async fn machines(dir: &Path, standby_of_one_max: u32) -> Option<(Arc<Machines>, String)> {
+async fn machines(spawner: &MachineSpawner, dir: &Path, standby_of_one_max: u32) -> Option<(Arc<Machines>, String)> {
     let mut config = MachineConfig::new(dir);
     let note = image::noted(&config.images).await.map_err(|why| eprintln!("skipped: {why}")).ok()?;
     config.standby_of_one_max = Some(standby_of_one_max);
+    config.spawner = Some(spawner.clone());
     let machines = Machines::open(&config, &dir.join("machines"), 2).await.unwrap();
     Some((Arc::new(machines), format!("sha256:{}", note.digest.hex())))
 }
 
-#[tokio::test(flavor = "multi_thread")]
-#[ignore = "it measures; run it alone"]
-async fn a_task_in_a_machine_is_measured_beside_a_bare_script() {
+async fn until_waits(machines: &Machines, waiting: u32) {
+    let begin = Instant::now();
+    while machines.standby.waiting() < waiting as usize {
+        assert!(begin.elapsed() < Duration::from_secs(30), "none waits");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+}
+
+/// From a machine that waited, then with start and load.
+pub async fn overhead(spawner: &MachineSpawner) {
     let dir = tempfile::tempdir().unwrap();
     for waiting in [1, 0] {
-        let Some((machines, image)) = machines(&dir.path().join(waiting.to_string()), waiting).await else { return };
+        let Some((machines, image)) = machines(spawner, &dir.path().join(waiting.to_string()), waiting).await else { return };
         let mut dirs = Dirs::new(dir.path().join("slot"), None);
         dirs.make().unwrap();
         let prepared = prepared(&image, &dirs);
         let mut machine = MicrovmMachine::new(machines.clone());
-        let (mut ours, mut bare, mut first) = (Rounds::default(), Rounds::default(), Rounds::default());
-        by_tier(&mut machine, &prepared, &dirs, &mut first).await;
-        first.print("the first, with its template");
+        let (mut ours, mut bare) = (Rounds::default(), Rounds::default());
+        // The first has its template made.
+        by_tier(&mut machine, &prepared, &dirs, &mut Rounds::default()).await;
         let template = machines.template(&TenantId::new("public").unwrap(), Some(&image), &Resources::default()).await.unwrap().template;
         for _ in 0..ROUNDS {
-            let begin = Instant::now();
-            while machines.standby.waiting() < waiting as usize {
-                assert!(begin.elapsed() < Duration::from_secs(30), "none waits");
-                tokio::time::sleep(Duration::from_millis(20)).await;
-            }
+            until_waits(&machines, waiting).await;
             by_tier(&mut machine, &prepared, &dirs, &mut ours).await;
             // Until the next one waits, so that its restore is in nobody's way.
-            while machines.standby.waiting() < waiting as usize {
-                tokio::time::sleep(Duration::from_millis(20)).await;
-            }
+            until_waits(&machines, waiting).await;
             let vm = if waiting > 0 { Some(machines.vmm.restore(&template.snapshot, &[]).await.unwrap()) } else { None };
             by_script(&machines, &template, vm, &dirs, &mut bare).await;
         }
-        let how = if waiting > 0 { "from a machine that waited" } else { "with start and load" };
-        ours.print(&format!("the tier, {how}"));
-        bare.print(&format!("a bare script, {how}"));
+        let how = if waiting > 0 { "standby" } else { "load" };
+        for step in ["ready", "command", "outputs", "end", "all"] {
+            figure(&format!("task {how}: {step} ms"), ours.of(step), bare.of(step));
+        }
+        let beyond = ours.of("all") - bare.of("all");
+        figure(&format!("task-overhead {how} ms vs max"), beyond, OVERHEAD_MS_MAX);
         drop(machine);
         machines.close().await;
     }

@@ -1,0 +1,142 @@
+//! `standby-memory`, `restore-leaks`: what machines that wait cost, and what those that are gone leave.
+
+use std::collections::BTreeMap;
+
+use volley_worker::guest::Guest;
+use volley_worker::vmm::spawner::MachineSpawner;
+use volley_worker::vmm::{Snapshot, Vm, Vmm};
+
+use crate::figures::{figure, median};
+use crate::linux::{self, Linux};
+use crate::tiny::Tiny;
+use crate::{SOON, qemu};
+
+/// Clones that wait at once.
+const CLONES: usize = 32;
+/// Restores in a row.
+const RESTORES: usize = 1_000;
+/// After so many nothing grows that is filled at first use.
+const WARM: usize = 50;
+
+/// Saved machines of both VMMs, by the limit of MiB that a clone may take beside its own pages.
+async fn saved(spawner: &MachineSpawner) -> Vec<(&'static str, Box<dyn Vmm>, Snapshot, f64)> {
+    let mut all: Vec<(&'static str, Box<dyn Vmm>, Snapshot, f64)> = Vec::new();
+    if let (Some(qemu), Some(linux)) = (qemu(spawner).await, Linux::find().await) {
+        let vm = qemu.boot(linux.boot("")).await.unwrap();
+        let guest = linux::session(vm.connect().await.unwrap(), 1, false).await;
+        let (_, stream) = guest.prepare_snapshot(false).await.unwrap();
+        let snapshot = vm.snapshot().await.unwrap();
+        drop(stream);
+        all.push(("qemu", Box::new(qemu), snapshot, 24.0));
+    }
+    if let Some(tiny) = Tiny::find(spawner).await {
+        let snapshot = tiny.saved().await;
+        all.push(("firecracker", Box::new(tiny.vmm), snapshot, 4.0));
+    }
+    all
+}
+
+/// What a process takes, in MiB: all (what is shared divided), and of that its own copies of guest memory.
+fn memory(vm: &dyn Vm) -> (f64, f64) {
+    let text = std::fs::read_to_string(format!("/proc/{}/smaps", vm.pid())).unwrap();
+    let (mut all, mut own, mut guest) = (0, 0, false);
+    for line in text.lines() {
+        let mut words = line.split_whitespace();
+        let (Some(name), Some(value)) = (words.next(), words.next()) else { continue };
+        match (name, value.parse::<u64>()) {
+            ("Pss:", Ok(kib)) => all += kib,
+            ("Anonymous:", Ok(kib)) if guest => own += kib,
+            (name, _) if !name.ends_with(':') => guest = line.contains("volley-memory"),
+            _ => {}
+        }
+    }
+    (all as f64 / 1024.0, own as f64 / 1024.0)
+}
+
+pub async fn standby_memory(spawner: &MachineSpawner) {
+    for (name, vmm, snapshot, limit) in saved(spawner).await {
+        let mut waiting = Vec::new();
+        for _ in 0..CLONES {
+            waiting.push(vmm.restore(&snapshot, &[]).await.unwrap());
+        }
+        let each: Vec<(f64, f64)> = waiting.iter().map(|vm| memory(&**vm)).collect();
+        let beside: Vec<f64> = each.iter().map(|(all, own)| all - own).collect();
+        figure(&format!("standby {name} MiB beside pages"), median(&beside), limit);
+        let own: Vec<f64> = each.iter().map(|(_, own)| *own).collect();
+        figure(&format!("standby {name} MiB own pages"), median(&own), snapshot.size.memory_bytes as f64 / 1_048_576.0);
+        for vm in waiting {
+            vm.kill().await.unwrap();
+        }
+    }
+}
+
+/// What there is: descriptors of this process by kind, and of the spawner, processes, mounts, directories of machines, cgroups.
+fn there(spawner: &MachineSpawner) -> BTreeMap<String, usize> {
+    let mut all = BTreeMap::new();
+    let proc = |rest: &str| format!("/proc/{}/{rest}", spawner.pid());
+    let count = |dir: &str| std::fs::read_dir(dir).map_or(0, Iterator::count);
+    for entry in std::fs::read_dir("/proc/self/fd").unwrap().flatten() {
+        let name = std::fs::read_link(entry.path()).unwrap_or_default().to_string_lossy().into_owned();
+        *all.entry(format!("fd {}", name.split('[').next().unwrap_or_default())).or_default() += 1;
+    }
+    all.insert("fds of the spawner".to_owned(), count(&proc("fd")));
+    all.insert("children of the spawner".to_owned(), children(&proc(&format!("task/{}/children", spawner.pid()))));
+    all.insert("mounts".to_owned(), std::fs::read_to_string(proc("mountinfo")).unwrap().lines().count());
+    all.insert("mounts of the host".to_owned(), std::fs::read_to_string("/proc/self/mountinfo").unwrap().lines().count());
+    all.insert("directories of machines".to_owned(), count(&proc("root/m")));
+    let cgroups = std::fs::read_to_string("/proc/cgroups").unwrap();
+    let numbers = cgroups.lines().skip(1).filter_map(|line| line.split_whitespace().nth(2)?.parse::<usize>().ok());
+    all.insert("cgroups".to_owned(), numbers.max().unwrap_or(0));
+    all
+}
+
+fn children(path: &str) -> usize {
+    std::fs::read_to_string(path).unwrap_or_default().split_whitespace().count()
+}
+
+fn resident_kib() -> f64 {
+    let text = std::fs::read_to_string("/proc/self/status").unwrap();
+    text.lines().find_map(|line| line.strip_prefix("VmRSS:")?.trim().strip_suffix(" kB")?.trim().parse().ok()).unwrap()
+}
+
+async fn once(vmm: &dyn Vmm, snapshot: &Snapshot, n: usize) {
+    let mut vm = vmm.restore(snapshot, &[]).await.unwrap();
+    vm.resume().await.unwrap();
+    let (guest, _) = Guest::connect(vm.connect().await.unwrap(), [n as u8; 32], true, 2 * SOON).await.unwrap();
+    guest.reseed([n as u8; 64]).await.unwrap();
+    drop(guest);
+    vm.kill().await.unwrap();
+}
+
+pub async fn restore_leaks(spawner: &MachineSpawner) {
+    for (name, vmm, snapshot, _) in saved(spawner).await {
+        for n in 0..WARM {
+            once(&*vmm, &snapshot, n).await;
+        }
+        // Tasks that follow what a machine said end when they have read the end.
+        tokio::time::sleep(std::time::Duration::from_millis(200)).await;
+        let (before, kib) = (there(spawner), resident_kib());
+        for n in 0..RESTORES {
+            once(&*vmm, &snapshot, n).await;
+            if n % 100 == 99 {
+                eprintln!("{} of {RESTORES} restores of {name}", n + 1);
+            }
+        }
+        tokio::time::sleep(std::time::Duration::from_millis(200)).await;
+        let after = there(spawner);
+        let left: Vec<String> = after
+            .iter()
+            .filter(|(what, count)| before.get(*what) != Some(count))
+            .map(|(what, count)| format!("{what}: {} -> {count}", before.get(what).copied().unwrap_or(0)))
+            .collect();
+        figure(
+            &format!("{name} things held after {RESTORES}"),
+            after.values().sum::<usize>() as f64,
+            before.values().sum::<usize>() as f64,
+        );
+        figure(&format!("{name} worker KiB after {RESTORES}"), resident_kib(), kib);
+        if !left.is_empty() {
+            println!("# changed: {}", left.join("; "));
+        }
+    }
+}

@@ -41,8 +41,9 @@ pub async fn image(args: ImageArgs, out: Out) -> Ended {
     let _alone = lock(&dir)?;
     let store = Store::open(&dir).map_err(|e| Failed::local("open", &dir, &e))?;
     match args.verb {
-        ImageVerb::Import { image, plain_http } => {
-            let note = image::import(&store, source(&image, plain_http)?, Limits::default()).await.map_err(of_import)?;
+        ImageVerb::Import { image, name, plain_http } => {
+            let name = name.map(|name| Reference::parse(&name).map(|_| name).map_err(Failed::arguments)).transpose()?;
+            let note = image::import(&store, source(&image, plain_http)?, name, Limits::default()).await.map_err(of_import)?;
             show(&[shown(&store, &dir, &note)?], out)
         }
         ImageVerb::Ls => {

@@ -73,6 +73,8 @@ pub async fn coordinator(args: CoordinatorArgs, observer: Observing) -> Ended {
     let config = CoordinatorConfig {
         name: args.name.unwrap_or_else(host_name),
         replicas: args.replicas,
+        log_bytes_max: args.log_bytes.map(|size| size.0),
+        items_buckets: args.items_buckets,
         listen: args.listen,
         local_metrics: args.local_metrics,
         bootstrap_token: token,

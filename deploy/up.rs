@@ -64,6 +64,12 @@ pub async fn up(args: UpArgs, spawners: Spawners, observer: Observing) -> Ended 
     let file = ClusterFile { url: format!("http://{}", coordinator.config.listen), token: secrets.token.clone() };
     let path = tell_clients(&file, &dir).await?;
     eprintln!("Volley is up at {}; clients find it and its token in {}", file.url, path.display());
+    if !rustix::process::geteuid().is_root() {
+        eprintln!(
+            "Tasks run as this user, who can read the cluster's keys in {}: only what is trusted, or start it as root.",
+            dir.display()
+        );
+    }
     eprintln!("Try it: volley run SPEC.json    Stop it: Ctrl-C");
 
     let reach = nats.config.clone();

@@ -66,7 +66,7 @@ fn serve(command: ServeCommand, out: Out) -> ExitCode {
         Err(error) => return fail(&format!("can't start: {error}")),
     };
     let done = runtime.block_on(async {
-        let telemetry = match volley_cli::telemetry::init(service(&command)) {
+        let telemetry = match volley_cli::telemetry::init(service(&command), logged(&command)) {
             Ok(telemetry) => telemetry,
             Err(error) => return Err(Failed::new(Exit::NotConfigured, error.to_string())),
         };
@@ -84,7 +84,7 @@ fn serve(command: ServeCommand, out: Out) -> ExitCode {
     match done {
         Ok(()) => ExitCode::SUCCESS,
         Err(Failed { exit, line }) => {
-            eprintln!("error: {line}");
+            eprint!("{}", volley_cli::failure(out, exit, &line));
             exit.into()
         }
     }
@@ -98,6 +98,14 @@ fn service(command: &ServeCommand) -> &'static str {
         ServeCommand::Worker(_) => "volley-worker",
         ServeCommand::Log(_) => "volley-log",
         ServeCommand::Image(_) => "volley-image",
+    }
+}
+
+/// What is logged unless the environment says otherwise.
+fn logged(command: &ServeCommand) -> &'static str {
+    match command {
+        ServeCommand::Up(_) | ServeCommand::Coordinator(_) | ServeCommand::Worker(_) => volley_cli::telemetry::FILTER_DEFAULT,
+        ServeCommand::Log(_) | ServeCommand::Image(_) => volley_cli::telemetry::FILTER_QUIET,
     }
 }
 

@@ -9,7 +9,7 @@ use volley_jobspecs::wire::record::{Decided, Decision, Lead, Record, Verb};
 
 use crate::state::State;
 use crate::state::effects::Effects;
-use crate::{accept, assign, checkpoint, control, finish, timers, track, uploads};
+use crate::{accept, assign, control, finish, timers, track, uploads};
 
 /// Why a record can't be applied. It stops the coordinator: it never skips.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -98,7 +98,7 @@ fn apply_decided(state: &mut State, sequence: u64, decided: &Decided, fx: &mut E
             Decision::Level(level) => state.head.level = state.head.level.max(*level),
             // Compared by `core`, which remembers the hashes of its own states.
             Decision::Digest { .. } => {}
-            Decision::Checkpointed { sequence } => checkpoint::made(&mut state.head, *sequence),
+            Decision::Checkpointed { sequence } => state.head.checkpointed(*sequence),
             Decision::UploadFound { tenant, id, jobs } => uploads::found(state, tenant, id, jobs, fx),
             Decision::UploadGone { tenant, id } => uploads::gone(state, tenant, id, fx),
             Decision::Quarantine { worker, incarnation, until_ms } => {

@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use crate::state::{CHECKPOINTS_KEPT, Head};
+use crate::state::Head;
 
 /// Records between two checkpoints: what a coordinator applies in a few seconds.
 pub const RECORDS: u64 = 50_000;
@@ -166,15 +166,6 @@ pub fn belongs(name: &str) -> bool {
     is_ours(name) && name != "LOCK" && name != "LOG" && !name.starts_with("LOG.")
 }
 
-/// A checkpoint is recorded.
-pub fn made(head: &mut Head, sequence: u64) {
-    if head.checkpoints.last().is_none_or(|last| *last < sequence) {
-        head.checkpoints.push(sequence);
-        let old = head.checkpoints.len().saturating_sub(CHECKPOINTS_KEPT);
-        head.checkpoints.drain(..old);
-    }
-}
-
 /// The log as the server tells it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Log {
@@ -241,9 +232,9 @@ mod tests {
     fn three_are_kept_and_the_log_from_the_second_newest_on() {
         let mut head = head(100, &[]);
         assert_eq!(keep_from(&head), None);
-        made(&mut head, 10);
+        head.checkpointed(10);
         assert_eq!(keep_from(&head), None);
-        [20, 20, 15, 30, 40].iter().for_each(|sequence| made(&mut head, *sequence));
+        [20, 20, 15, 30, 40].iter().for_each(|sequence| head.checkpointed(*sequence));
         assert_eq!(head.checkpoints, [20, 30, 40]);
         assert_eq!(keep_from(&head), Some(30));
         head.leader_sequence = 12;

@@ -33,9 +33,9 @@ pub struct CoordinatorConfig {
     pub name: String,
     /// How to reach NATS.
     pub nats: NatsConfig,
-    /// Copies of the log and the lease in a NATS cluster: 1, 3 or 5.
-    pub replicas: usize,
-    /// Most bytes of the log; `None`: as much as the server gives.
+    /// Copies of the log and the lease in a NATS cluster: 1, 3 or 5. `None`: as they are; 1 of a new log.
+    pub replicas: Option<usize>,
+    /// Most bytes of the log. `None`: as it is; of a new log 4 GiB, or what the server has room for.
     pub log_bytes_max: Option<u64>,
     /// Directory of its RocksDB; made if missing. It can be deleted: it is rebuilt from the log.
     pub data_dir: PathBuf,
@@ -107,7 +107,7 @@ impl CoordinatorConfig {
         Self {
             name: "coordinator".to_owned(),
             nats,
-            replicas: 1,
+            replicas: None,
             log_bytes_max: None,
             data_dir,
             store,
@@ -134,8 +134,8 @@ impl CoordinatorConfig {
     /// [`ConfigError`].
     pub fn check(&self) -> Result<Option<&str>, ConfigError> {
         check_name(&self.name)?;
-        if ![1, 3, 5].contains(&self.replicas) {
-            return Err(ConfigError::Replicas(self.replicas));
+        if let Some(replicas) = self.replicas.filter(|replicas| ![1, 3, 5].contains(replicas)) {
+            return Err(ConfigError::Replicas(replicas));
         }
         let Some(token) = &self.bootstrap_token else { return Ok(None) };
         let secret =
@@ -158,7 +158,7 @@ mod tests {
     fn a_wrong_configuration_is_named() {
         assert_eq!(config().check(), Ok(None));
         assert!(matches!(CoordinatorConfig { name: "a.b".into(), ..config() }.check(), Err(ConfigError::Name(_))));
-        assert_eq!(CoordinatorConfig { replicas: 2, ..config() }.check(), Err(ConfigError::Replicas(2)));
+        assert_eq!(CoordinatorConfig { replicas: Some(2), ..config() }.check(), Err(ConfigError::Replicas(2)));
         let with = |token: &str| CoordinatorConfig { bootstrap_token: Some(token.into()), ..config() };
         assert_eq!(with("vt_bootstrap_0123456789abcdef").check(), Ok(Some("0123456789abcdef")));
         for bad in ["", "vt_bootstrap_short", "0123456789abcdef0123", "vt_other_0123456789abcdef", "vt_bootstrap_0123456789 abcdef"] {

@@ -47,6 +47,8 @@ const INPUTS_PER_TURN: usize = 256;
 const EVENTS_KEPT: usize = 4_096;
 /// Pause after a refused Lead or an unknown outcome, before the next try.
 const LEAD_PAUSE: Duration = Duration::from_millis(200);
+/// Pause between two lines that say the same.
+const SAY_AGAIN: Duration = Duration::from_secs(10);
 
 /// Why a coordinator ended.
 #[derive(Debug, thiserror::Error)]
@@ -488,15 +490,23 @@ impl Driver {
         let (term, round) = (decided.term, decided.round);
         let bytes = Bytes::from(wire::encode(&Record::Decided(decided)));
         tokio::spawn(async move {
+            // Said once and then rarely: a log that takes nothing is asked several times a second, for as long as it lasts.
+            let mut said: Option<Instant> = None;
+            let mut say = move |why: &dyn std::fmt::Display| {
+                if said.is_none_or(|said| said.elapsed() >= SAY_AGAIN) {
+                    said = Some(Instant::now());
+                    tracing::warn!("can't tell whether our record is in the log, trying again: {why}");
+                }
+            };
             let refused = loop {
                 match log.publish_fenced(bytes.clone(), after).await {
                     Fenced::Written(_) => break false,
                     // Our own message, written though its answer was lost, refuses its repetition.
                     Fenced::Refused => match log.last_leader().await {
                         Ok(last) => break !last.is_some_and(|(_, bytes)| is_ours(&bytes, term, round)),
-                        Err(error) => tracing::warn!(%error, "can't tell whether our record is in the log; trying again"),
+                        Err(error) => say(&error),
                     },
-                    Fenced::Unknown(why) => tracing::warn!(why, "can't tell whether our record is in the log; trying again"),
+                    Fenced::Unknown(why) => say(&why),
                 }
                 if inputs.is_closed() {
                     return;

@@ -30,7 +30,7 @@ use crate::io::bus::{self, ConnectError};
 use crate::io::checkpoint::Keeper;
 use crate::io::garbage::Collector;
 use crate::io::levels::Levels;
-use crate::io::log::{Log, LogError};
+use crate::io::log::{Log, LogError, Shape};
 use crate::io::objects::Objects;
 use crate::io::restore::{self, RestoreError};
 use crate::io::rocks::Watch;
@@ -250,7 +250,7 @@ impl Ground {
         let api = tokio::spawn(listen::serve(listener, api::router(app.clone()), self.config.limits, stop.clone()));
         let collector = Collector { handle: handle.clone(), store: self.store.clone(), collect: self.config.collect };
         let collector = tokio::spawn(collector.run(stop.clone()));
-        let levels = Levels::new(self.log.context().clone(), self.config.replicas);
+        let levels = Levels::new(self.log.context().clone(), self.log.replicas);
         let (store, dir, every) = (self.store.clone(), self.config.data_dir.clone(), self.config.checkpoints);
         let keeper = tokio::spawn(Keeper { handle, store, dir, name, every, levels }.run(stop.clone()));
         Ok((Life { driver, api, keeper, collector, rows, stop }, app))
@@ -270,7 +270,7 @@ impl Ground {
             rows,
             trailer,
             tuning: self.config.tuning,
-            replicas: self.config.replicas,
+            replicas: self.log.replicas,
             metrics: self.metrics.clone(),
             observer: self.config.observer.clone(),
         };
@@ -377,8 +377,8 @@ async fn identify(config: &CoordinatorConfig, store: &Store, client: async_nats:
     {
         return Err(StartError::NoLog { bucket: store.url(""), cluster: cluster.clone(), nats });
     }
-    let bytes_max = config.log_bytes_max.and_then(|bytes| i64::try_from(bytes).ok()).unwrap_or(-1);
-    let log = Log::open(client, config.replicas, bytes_max, &format!("c{}", random_hex(8)?)).await?;
+    let shape = Shape { replicas: config.replicas, bytes_max: config.log_bytes_max };
+    let log = Log::open(client, shape, &format!("c{}", random_hex(8)?)).await?;
     if found.is_none() {
         let identity = serde_json::json!({ "cluster": log.cluster }).to_string();
         let outcome = store.put_if_absent(keys::CLUSTER, Bytes::from(identity)).await?;

@@ -27,6 +27,14 @@ fn every_operation_is_described_and_every_reference_leads_somewhere() {
         for (method, operation) in item.as_object().expect("an item") {
             let summary = operation["summary"].as_str().unwrap_or_default();
             assert!(!summary.is_empty(), "{method} {path}");
+            for (status, response) in operation["responses"].as_object().expect("responses") {
+                assert!(response["description"].as_str().is_some_and(|text| !text.is_empty()), "{method} {path} {status}");
+            }
+            let named: Vec<&str> = path.split(['{', '}']).skip(1).step_by(2).collect();
+            let parameters = operation["parameters"].as_array().into_iter().flatten();
+            let mut given: Vec<&str> = parameters.filter(|one| one["in"] == "path").filter_map(|one| one["name"].as_str()).collect();
+            given.sort_by_key(|name| named.iter().position(|other| other == name));
+            assert_eq!(named, given, "{method} {path}: what the path names and the parameters it has");
             assert!(ids.insert(operation["operationId"].as_str().expect("an id").to_owned()), "{method} {path}: id used twice");
         }
     }

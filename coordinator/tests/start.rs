@@ -103,3 +103,46 @@ async fn a_restart_finds_everything_even_without_its_rows() {
     }
     panic!("the job was lost");
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn copies_of_the_log_are_as_many_as_were_asked_for_or_it_does_not_start() {
+    let Some(world) = World::new().await else { return };
+    let config = world.config();
+    let three = |config: &CoordinatorConfig| CoordinatorConfig { replicas: Some(3), ..config.clone() };
+    let line = refusal(three(&config)).await;
+    assert!(line.contains("can't keep 3 copies") && line.contains("--replicas"), "{line}");
+    // Nor does one that is there with fewer pass for it.
+    let cluster = world.cluster_with(config.clone()).await;
+    cluster.stop.cancel();
+    _ = cluster.running.join.await;
+    let fresh = CoordinatorConfig { data_dir: config.data_dir.join("fresh"), ..config };
+    let line = refusal(three(&fresh)).await;
+    assert!(line.contains("can't keep 3 copies"), "{line}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_log_that_is_nearly_full_takes_no_jobs_but_ends_those_it_has() {
+    let Some(world) = World::new().await else { return };
+    let config = CoordinatorConfig { log_bytes_max: Some(1 << 20), ..world.config() };
+    let cluster = world.cluster_with(config).await;
+    let spec = |number: u64, filling: &str| {
+        serde_json::json!({ "version": "volley/v1", "name": format!("n{number}"),
+            "task": { "isolation": "null", "command": "x", "env": { "FILLING": filling } } })
+    };
+    let first = cluster.submit(&spec(0, "")).await;
+    let filling = "x".repeat(30_000);
+    let mut refused = None;
+    for number in 1..60 {
+        let answer = cluster.post("/v1/jobs", spec(number, &filling).to_string()).await;
+        if answer.status == 503 {
+            refused = Some(answer.json());
+            break;
+        }
+    }
+    let refused = refused.expect("submits go on for ever");
+    assert_eq!((&refused["code"], &refused["retryable"]), (&"overloaded".into(), &true.into()), "{refused}");
+    // Whatever ends jobs goes on.
+    cluster.post(&format!("/v1/jobs/{first}/cancel"), "{}").await.expect(200);
+    assert_eq!(cluster.ended(&first).await["state"], "cancelled");
+    cluster.stop().await;
+}

@@ -114,7 +114,8 @@ pub struct Limits {
     /// What giving up does with tasks that run: `soft` (default) lets them end, `now` stops them. Only with `maxFailures`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub fail_fast: Option<FailFastMode>,
-    /// How long the whole job may take from its submit; what hasn't ended by then is cancelled. Left out: no limit.
+    /// How long the whole job may take from its submit; what hasn't ended by then is cancelled. It holds for the first
+    /// round: what is rerun has no deadline. Left out: no limit.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub deadline: Option<DurationMs>,
 }

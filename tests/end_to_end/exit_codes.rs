@@ -84,3 +84,17 @@ fn a_cluster_that_cannot_start_says_why_with_its_code() {
     let file = up(dir, &free, &nats_server).exits(74);
     assert!(file.stderr.contains("--dir"), "{file:?}");
 }
+
+/// Where nobody can be asked, whoever interrupts leaves; the job goes on.
+#[test]
+fn a_run_that_is_interrupted_leaves_its_job_running() {
+    let Some(cluster) = Cluster::up() else { return };
+    let spec = cluster.spec(json!({ "count": 2 }), json!({ "command": "sleep 4" }), json!({}));
+    let running = cluster.begin(["run", &spec]);
+    process::until("the job runs", || cluster.ask(&["jobs", "--state", "running"])["rows"].as_array().is_some_and(|rows| !rows.is_empty()));
+    let job = cluster.ask(&["jobs"])["rows"][0]["job"].as_str().unwrap().to_owned();
+    process::signal(running.pid(), rustix::process::Signal::INT);
+    let left = running.wait().exits(130);
+    assert!(left.stderr.contains(&format!("volley wait {job}")), "{}", left.stderr);
+    assert_eq!(cluster.ended(&job)["state"], "succeeded");
+}

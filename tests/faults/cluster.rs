@@ -233,13 +233,15 @@ impl Cluster {
         }
     }
 
-    /// Panics in anybody's log, and ends nobody asked for of processes that had been up for a while.
+    /// Panics in anybody's log, ends that should never happen, and ends nobody asked for of processes that had been up for a while.
     pub fn complaints(&self) -> Vec<String> {
         let mut found = Vec::new();
         for process in self.processes() {
             let text = process.log_text();
             found.extend(text.lines().filter(|line| line.contains("panicked at")).map(|line| format!("{}: {line}", process.name)));
-            let late = process.exits().into_iter().filter(|exit| exit.after > START);
+            let broken =
+                |status: &str| ["exit status: 70", "exit status: 101", "SIGABRT", "SIGSEGV"].iter().any(|sign| status.contains(sign));
+            let late = process.exits().into_iter().filter(|exit| exit.after > START || broken(&exit.status));
             found.extend(late.map(|exit| format!("{} ended by itself after {:?}: {}", process.name, exit.after, exit.status)));
         }
         found

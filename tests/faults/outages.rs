@@ -20,10 +20,7 @@ async fn nats_is_away_under_running_tasks() {
     let (away_s, sleeps) = (setting("VOLLEY_FAULTS_AWAY_S", 20), setting("VOLLEY_FAULTS_SLEEPS", 200) as u32);
     let slots = sleeps.div_ceil(2);
     let cluster = Cluster::start(Plan { workers: vec![slots, slots], ..Plan::default() }).await;
-    // Tasks of a worker that runs as root are other users, one for each slot.
-    let runs = cluster.dir.path().join("runs");
-    std::fs::write(&runs, "").unwrap();
-    std::fs::set_permissions(&runs, std::os::unix::fs::PermissionsExt::from_mode(0o666)).unwrap();
+    let runs = for_everybody(&cluster, "runs");
     // Ends are spread from well before until after the outage's end.
     let spec = json!({
         "version": "volley/v1", "name": "sleepers", "items": { "count": sleeps },
@@ -53,6 +50,14 @@ async fn nats_is_away_under_running_tasks() {
     assert_eq!(counts, expected, "every task runs once, as its first attempt");
     cluster.at_rest().await;
     cluster.stop().await;
+}
+
+/// A file that every task may write: those of a worker that runs as root are other users, one for each slot.
+fn for_everybody(cluster: &Cluster, name: &str) -> std::path::PathBuf {
+    let path = cluster.dir.path().join(name);
+    std::fs::write(&path, "").unwrap();
+    std::fs::set_permissions(&path, std::os::unix::fs::PermissionsExt::from_mode(0o666)).unwrap();
+    path
 }
 
 fn lines(path: &std::path::Path) -> Vec<String> {
@@ -217,4 +222,43 @@ async fn refuse_one(mut stream: TcpStream) {
     _ = stream.shutdown().await;
     // What is still sent is read, so that the answer isn't lost to a reset.
     _ = tokio::time::timeout(Duration::from_secs(1), async { while stream.read(&mut head).await.is_ok_and(|n| n > 0) {} }).await;
+}
+
+/// What is promised of time: another coordinator leads within 10 s, and what a dead worker ran runs elsewhere within 30 s. The bounds here
+/// are three times that, for a machine that does other things as well; what was measured is printed.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn another_leads_and_lost_tasks_run_elsewhere_in_time() {
+    const LEADS: Duration = Duration::from_secs(30);
+    const ELSEWHERE: Duration = Duration::from_secs(90);
+    let cluster = Cluster::start(Plan { workers: vec![2, 2], ..Plan::default() }).await;
+    let leader = cluster.leader().await.unwrap();
+    cluster.coordinators[leader].away();
+    let begun = Instant::now();
+    while cluster.leader().await.is_none_or(|now| now == leader) {
+        assert!(begun.elapsed() < LEADS, "nobody leads\n{}", cluster.logs(20));
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
+    println!("another leads after {:.1} s", begun.elapsed().as_secs_f64());
+    cluster.coordinators[leader].back();
+    cluster.ready().await;
+    let runs = for_everybody(&cluster, "elsewhere");
+    let command = format!("echo x >> {}; sleep 6", runs.display());
+    let task = json!({ "isolation": "process", "command": command });
+    let job = cluster.submit(&json!({ "version": "volley/v1", "name": "lost", "items": { "count": 4 }, "task": task })).await;
+    while lines(&runs).len() < 4 {
+        assert!(begun.elapsed() < ELSEWHERE, "only {} tasks began\n{}", lines(&runs).len(), cluster.logs(20));
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    cluster.workers[0].away();
+    let begun = Instant::now();
+    while lines(&runs).len() < 6 {
+        assert!(begun.elapsed() < ELSEWHERE, "{} tasks began\n{}", lines(&runs).len(), cluster.logs(20));
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    println!("two lost tasks run elsewhere after {:.1} s", begun.elapsed().as_secs_f64());
+    cluster.wait(job, ELSEWHERE).await;
+    cluster.all_succeeded(job, 4).await;
+    cluster.workers[0].back();
+    cluster.ready().await;
+    cluster.stop().await;
 }

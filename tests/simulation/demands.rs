@@ -17,9 +17,10 @@ use volley_coordinator::state::rows::{self, MapRows, Rows, Table};
 use volley_coordinator::state::worker::BUNDLES_PER_SLOT;
 use volley_jobspecs::backoff::Backoff;
 use volley_jobspecs::failure::FailureClass;
-use volley_jobspecs::ids::{AttemptName, JobId, TenantId};
+use volley_jobspecs::ids::{AttemptName, Incarnation, JobId, TenantId, WorkerId};
 use volley_jobspecs::wire::plan::{FailFast, Isolation, JobPlan, Needs, Rate, Retention, Retry, SpecRef};
-use volley_jobspecs::wire::record::{Actor, Decision, Record, Submit};
+use volley_jobspecs::wire::record::{Actor, Control, Decision, Record, Submit, Verb};
+use volley_jobspecs::wire::report::Ending;
 use volley_jobspecs::wire::{self};
 
 use super::random::Random;
@@ -35,8 +36,6 @@ pub struct Notebook {
     pub broken: Vec<String>,
     /// Where each task runs now: host and its life.
     running: BTreeMap<(JobId, u32), Vec<(usize, u64, AttemptName)>>,
-    /// Successes as first seen in rows: the attempt that decided a task in a round.
-    successes: BTreeMap<(JobId, u32), u16>,
 }
 
 pub fn submit(random: &mut Random, key: u64) -> Submit {
@@ -187,7 +186,6 @@ pub fn stopped(world: &mut World, host: usize, name: AttemptName) {
 
 pub fn died(world: &mut World, host: usize) {
     world.notebook.running.values_mut().for_each(|running| running.retain(|(h, ..)| *h != host));
-    _ = world.notebook.successes.len();
 }
 
 pub fn all_ended(world: &World) -> bool {
@@ -247,7 +245,7 @@ pub fn at_the_end(world: &mut World) -> Vec<String> {
             broken.push(format!("{}'s rows differ from a replay of the log: {}", c.name, difference(&c.rows, &whole)));
         }
     }
-    broken.extend(tasks(&whole));
+    broken.extend(tasks(&whole, &first_successes(&log)));
     broken
 }
 
@@ -298,8 +296,46 @@ fn difference(a: &MapRows, b: &MapRows) -> String {
     )
 }
 
-/// Every task of every job: one end, within its budget, and success exactly if a success was stored.
-fn tasks(rows: &MapRows) -> Vec<String> {
+/// The first success of each task that the log says of an attempt which was still somebody's: told by the records alone, without `apply`.
+/// Tasks of jobs that somebody cancelled before it are left out: there the cancellation stands.
+fn first_successes(log: &[(u64, Vec<u8>)]) -> BTreeMap<(JobId, u32), u32> {
+    let mut first = BTreeMap::new();
+    let mut lives: BTreeMap<WorkerId, (Incarnation, u64)> = BTreeMap::new();
+    let (mut over, mut cancelled) = (BTreeSet::new(), BTreeSet::new());
+    for (sequence, bytes) in log {
+        match wire::decode::<Record>("record", bytes).unwrap() {
+            Record::Control(Control { verb: Verb::Cancel { job, .. }, .. }) => _ = cancelled.insert(job),
+            Record::Decided(decided) => {
+                for decision in decided.decisions {
+                    match decision {
+                        Decision::WorkerJoined { worker, incarnation, .. } => _ = lives.insert(worker, (incarnation, *sequence)),
+                        Decision::WorkerLost { worker, incarnation, .. }
+                            if lives.get(&worker).is_some_and(|life| life.0 == incarnation) =>
+                        {
+                            lives.remove(&worker);
+                        }
+                        Decision::AttemptsLost(names) => over.extend(names),
+                        _ => {}
+                    }
+                }
+            }
+            Record::Report(report) => {
+                let Some((_, since)) = lives.get(&report.worker).filter(|life| life.0 == report.incarnation) else { continue };
+                for end in report.ends.iter().filter(|end| end.name.sequence > *since) {
+                    let mine = over.insert(end.name) && !cancelled.contains(&end.name.job);
+                    if mine && end.ending == Ending::Succeeded {
+                        first.entry((end.name.job, end.name.index)).or_insert(end.name.number);
+                    }
+                }
+            }
+            _ => {}
+        }
+    }
+    first
+}
+
+/// Every task of every job: one end, within its budget, and success exactly if a success was stored and reported.
+fn tasks(rows: &MapRows, successes: &BTreeMap<(JobId, u32), u32>) -> Vec<String> {
     let mut broken = Vec::new();
     let mut jobs = Vec::new();
     rows.scan(Table::Jobs, b"", b"", &mut |key, _| {
@@ -314,18 +350,28 @@ fn tasks(rows: &MapRows) -> Vec<String> {
             broken.push(format!("{id} has not ended: {counts:?}"));
         }
         let mut last: BTreeMap<u32, Option<FailureClass>> = BTreeMap::new();
+        let mut numbers: BTreeMap<u32, u32> = BTreeMap::new();
         rows.scan(Table::Results, &rows::job_key(id), b"", &mut |key, value| {
             let entry = rows::result_entry(key, value).unwrap();
             if last.get(&entry.index) == Some(&None) {
                 broken.push(format!("{id}/{} ended again after its success", entry.index));
             }
             last.insert(entry.index, entry.class);
+            numbers.insert(entry.index, entry.number.into());
             true
         })
         .unwrap();
         let succeeded = last.values().filter(|class| class.is_none()).count() as u32;
         if succeeded != counts.succeeded {
             broken.push(format!("{id} counts {} successes, its results say {succeeded}", counts.succeeded));
+        }
+        // A job that ends before its tasks do takes no more successes.
+        let to_its_end = facts.plan.total_ms.is_none() && facts.plan.fail_fast.is_none();
+        for ((_, index), number) in successes.range((id, 0)..=(id, u32::MAX)).filter(|_| to_its_end) {
+            if last.get(index) != Some(&None) || numbers.get(index) != Some(number) {
+                let stored = (last.get(index), numbers.get(index));
+                broken.push(format!("{id}/{index}: attempt {number} reported a success; what is stored is {stored:?}"));
+            }
         }
         let most = u64::from(progress.round) * u64::from(ATTEMPTS + INFRA_ATTEMPTS);
         for index in last.keys() {

@@ -71,6 +71,11 @@ pub fn start(mut command: Command) -> Running {
 }
 
 impl Running {
+    /// Its process number.
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
     /// Waits for its end.
     #[track_caller]
     pub fn wait(mut self) -> Ran {

@@ -10,7 +10,7 @@ const NOT_IN_PURE_CODE: [&str; 9] = ["HashMap", "HashSet", "f32", "f64", "System
 
 /// Files of the coordinator that every coordinator must run alike.
 fn is_pure(name: &str) -> bool {
-    let pure = ["accept", "apply", "assign", "finish", "retry", "split", "track", "control", "timers"];
+    let pure = ["accept", "apply", "assign", "finish", "retry", "split", "track", "control", "timers", "uploads"];
     let rest = name.strip_prefix("coordinator/src/");
     rest.is_some_and(|rest| rest.starts_with("state/") || pure.iter().any(|stage| rest == format!("{stage}.rs")))
 }

@@ -5,6 +5,7 @@
 use std::collections::VecDeque;
 
 use minicbor::bytes::ByteVec;
+use volley_jobspecs::units;
 use volley_jobspecs::wire::live::left_out;
 use volley_jobspecs::wire::report::{Stream, TAIL_BYTES_MAX};
 
@@ -47,6 +48,16 @@ impl Capture {
 
     fn missing(&self) -> u64 {
         self.total - self.head.len() as u64 - self.tail.len() as u64
+    }
+
+    /// How much of it is not kept, in words; none when all of it is.
+    #[must_use]
+    pub fn cut(&self) -> Option<String> {
+        let missing = self.missing();
+        (missing > 0).then(|| {
+            let (all, kept) = units::different_bytes(self.total, self.total - missing);
+            format!("{kept} of {all} are kept, its beginning and its end")
+        })
     }
 
     /// Is more kept than rides inline?
@@ -116,6 +127,7 @@ mod tests {
         assert_eq!(kept.iter().filter(|b| **b == 0).count(), 1_000);
         assert_eq!(kept.iter().filter(|b| **b == 99).count(), 1_000);
         assert!(String::from_utf8_lossy(&kept).contains("[volley: 92000 bytes left out here]"));
+        assert!(capture.cut().is_some_and(|cut| cut.contains(" of ")));
         assert!(capture.stream(true).is_some_and(|s| s.truncated && s.bytes == 100_000 && s.tail.len() == TAIL_BYTES_MAX));
     }
 

@@ -197,7 +197,13 @@ pub fn find(dirs: &Dirs, declared: &[String], stdout: &Capture, stderr: &Capture
     }
     // Of two with one name, the one in the output directory counts: it came first.
     let mut seen = std::collections::BTreeSet::new();
-    left.files.retain(|(path, _)| seen.insert(path.clone()));
+    left.files.retain(|(path, _)| {
+        let first = seen.insert(path.clone());
+        if !first {
+            skipped.push(format!("{path} of the work directory (there is one of that name in the output directory)"));
+        }
+        first
+    });
     take_result(&mut left, declared.iter().any(|path| path == RESULT_FILE));
     if !skipped.is_empty() {
         let more = skipped.len().saturating_sub(SKIPPED_NAMED);
@@ -215,6 +221,9 @@ pub fn find_streams(stdout: &Capture, stderr: &Capture) -> Left {
     for (name, capture) in [("stdout", stdout), ("stderr", stderr)] {
         if capture.wants_object() {
             left.logs.push((name, capture.kept()));
+        }
+        if let Some(cut) = capture.cut() {
+            left.kept.notes.push(format!("{name} is cut: {cut}"));
         }
     }
     left.kept.stdout = stdout.stream(stdout.wants_object());

@@ -2,9 +2,10 @@
 //!
 //! Owns how requests say who asks, and the answers that come before a route is reached. Does not own the routes.
 
-use utoipa::openapi::path::Operation;
+use utoipa::openapi::path::{Operation, ParameterBuilder, ParameterIn};
+use utoipa::openapi::schema::{ObjectBuilder, Type};
 use utoipa::openapi::security::{Http, HttpAuthScheme, SecurityRequirement, SecurityScheme};
-use utoipa::openapi::{Content, OpenApi, PathItem, Ref, ResponseBuilder};
+use utoipa::openapi::{Content, OpenApi, PathItem, Ref, RefOr, Required, ResponseBuilder};
 
 /// Routes that ask for no token: whoever watches over a process has none, and what programs may do is no secret.
 pub const OPEN: [&str; 3] = ["/healthz", "/readyz", "/openapi.json"];
@@ -28,8 +29,24 @@ impl utoipa::Modify for Bearer {
     }
 }
 
+/// What a status means where a route doesn't say it.
+const MEANINGS: [(&str, &str); 9] = [
+    ("200", "What was asked for"),
+    ("201", "It was made"),
+    ("202", "It will be done"),
+    ("204", "It is done"),
+    ("404", "There is no such thing, or not for this token"),
+    ("409", "It can't be done as things are now"),
+    ("413", "The body is larger than is taken here"),
+    ("429", "Too many at once, or a quota is used up; the same may succeed later"),
+    ("503", "This coordinator can't do it now; the same may succeed later"),
+];
+
 /// Adds what all routes have in common to what each says of itself.
 pub fn complete(document: &mut OpenApi) {
+    // The router's word for the rest of a path is not the document's.
+    document.paths.paths =
+        std::mem::take(&mut document.paths.paths).into_iter().map(|(path, item)| (path.replace("{*", "{"), item)).collect();
     for (path, item) in &mut document.paths.paths {
         let open = OPEN.contains(&path.as_str());
         for operation in operations(item) {
@@ -37,7 +54,37 @@ pub fn complete(document: &mut OpenApi) {
                 operation.security = Some(Vec::new());
             } else {
                 ANSWERS.iter().for_each(|(status, when)| answer(operation, status, when));
+                // The tenant of the path, the query or the body may not be there.
+                answer(operation, "404", "There is no such thing, or not for this token");
+                names_tenant(operation);
             }
+            if operation.request_body.is_some() {
+                answer(operation, "413", "The body is larger than is taken here");
+            }
+            describe(operation);
+        }
+    }
+}
+
+/// Every route takes the name of a tenant.
+fn names_tenant(operation: &mut Operation) {
+    let parameters = operation.parameters.get_or_insert_default();
+    if parameters.iter().any(|parameter| matches!(parameter, RefOr::T(parameter) if parameter.name == "tenant")) {
+        return;
+    }
+    let schema = ObjectBuilder::new().schema_type(Type::String);
+    let parameter = ParameterBuilder::new().name("tenant").parameter_in(ParameterIn::Query).required(Required::False);
+    let about = "Operators: act for this tenant, and see only what is its own. Others: their own, or 403";
+    parameters.push(parameter.description(Some(about)).schema(Some(schema)).build().into());
+}
+
+/// Each answer has a description; the format wants one.
+fn describe(operation: &mut Operation) {
+    for (status, response) in &mut operation.responses.responses {
+        let RefOr::T(response) = response else { continue };
+        let meaning = MEANINGS.iter().chain(&ANSWERS).find(|(known, _)| known == status).map(|(_, meaning)| *meaning);
+        if let Some(meaning) = meaning.filter(|_| response.description.is_empty()) {
+            response.description = meaning.to_owned();
         }
     }
 }

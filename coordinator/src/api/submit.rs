@@ -13,6 +13,7 @@ use axum::response::{IntoResponse, Response};
 use serde_json::{Value, json};
 use volley_jobspecs::api::{ErrorBody, IDEMPOTENCY_HEADER, PlanAnswer, SubmitAnswer};
 use volley_jobspecs::expand::{FileFormat, ItemFile};
+use volley_jobspecs::ids::JobId;
 use volley_jobspecs::keys;
 use volley_jobspecs::observe::is_recorded;
 use volley_jobspecs::pages::{LoadedPage, Page};
@@ -90,8 +91,23 @@ pub async fn submit(
         observer.spans(vec![trace::submit_span(context, before.as_ref(), (begun, wall_us()), outcome)]);
     }
     let answer = answer?;
+    if answer.existed {
+        is_there(&app, &answer)?;
+    }
     let status = if answer.existed { StatusCode::OK } else { StatusCode::CREATED };
     Ok((status, Json(answer)).into_response())
+}
+
+/// A key is remembered for longer than some jobs: who sends it again must not be told of a job that is gone as if it ran.
+fn is_there(app: &App, answer: &SubmitAnswer) -> Result<(), ApiError> {
+    let there = answer.job.parse().ok().and_then(|id: JobId| rows::header(app.handle.rows(), id).transpose()).transpose()?;
+    match there {
+        Some(_) => Ok(()),
+        None => {
+            let message = format!("this idempotency key made job {}, which was removed since; use a new key to run it again", answer.job);
+            Err(ApiError::new(StatusCode::CONFLICT, "conflict", message))
+        }
+    }
 }
 
 /// Every job has one trace, its caller's or its own, whether anybody records it or not.

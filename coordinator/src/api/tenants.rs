@@ -175,7 +175,7 @@ pub async fn revoke_token(
     // Checked first, so that a mistyped id costs no record.
     if !known.await? {
         let shown: String = id.chars().take(60).collect();
-        return Err(ApiError::not_found(format!("no token {shown:?}")));
+        return Err(ApiError::not_found(format!("no token {shown:?} (`volley token ls` lists them)")));
     }
     let actor = caller.controller(random_hex(16)?)?;
     app.handle.control(Control { actor, verb: Verb::RevokeToken { id } }).await?;

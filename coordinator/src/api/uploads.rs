@@ -22,6 +22,7 @@ use super::App;
 use super::auth::{Caller, random_hex};
 use super::error::ApiError;
 use super::extract::QueryOf;
+use crate::state::effects::Refusal;
 
 /// Largest upload when the configuration doesn't say, in bytes.
 pub const UPLOAD_BYTES_MAX: u64 = 50 * 1024 * 1024 * 1024;
@@ -52,6 +53,10 @@ pub async fn upload(
     };
     if bytes_hint.is_some_and(|bytes| bytes > app.upload_bytes_max) {
         return Err(too_large());
+    }
+    let tenant = caller.tenant.clone();
+    if !app.handle.read(move |state, _, _| state.tenants.contains_key(&tenant)).await? {
+        return Err(Refusal::NoTenant(caller.tenant).into());
     }
     let turn = tokio::time::timeout(TURN_WAIT, TURNS.acquire()).await;
     let Ok(Ok(_turn)) = turn else {

@@ -1,21 +1,23 @@
 //! The log: one JetStream stream.
 //!
-//! Owns its configuration, publishing with and without the leader's fence, and reading it from a sequence on for ever. Does not own
-//! what the records say.
+//! Owns publishing with and without the leader's fence, and reading it from a sequence on for ever. Does not own how
+//! the stream is kept (`stream`) or what the records say.
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::BTreeSet;
 use std::time::Duration;
 
 use async_nats::jetstream::consumer::{AckPolicy, DeliverPolicy, pull};
 use async_nats::jetstream::context::{PublishError, PublishErrorKind};
 use async_nats::jetstream::message::PublishMessage;
-use async_nats::jetstream::stream::{Config, DiscardPolicy, RetentionPolicy, StorageType};
 use async_nats::jetstream::{self, Context, ErrorCode};
 use bytes::Bytes;
 use futures::StreamExt;
 use tokio::sync::mpsc;
-use volley_jobspecs::subjects::{LOG_ALL, LOG_LEADER, LOG_STREAM};
+use volley_jobspecs::subjects::{LOG_LEADER, LOG_STREAM};
 use volley_jobspecs::wire::trace;
+
+use super::stream;
+pub use super::stream::Shape;
 
 /// Records in one batch to the driver (DESIGN §5: smaller pulls fall behind).
 pub const BATCH_RECORDS: usize = 500;
@@ -26,7 +28,7 @@ const PUBLISH_TIMEOUT: Duration = Duration::from_secs(5);
 /// Pause before a failed read or publish is tried again.
 const RETRY_PAUSE: Duration = Duration::from_millis(200);
 /// Key of the cluster's id in the stream's metadata.
-const CLUSTER_ID: &str = "volley-cluster";
+pub(super) const CLUSTER_ID: &str = "volley-cluster";
 /// Keys of the records to pass over, in the stream's metadata: they go with the log, wherever it is restored to.
 const SKIP: &str = "volley-skip-";
 
@@ -38,6 +40,24 @@ pub enum LogError {
     Nats {
         /// What was tried.
         what: &'static str,
+        /// What it said.
+        why: String,
+    },
+    /// NATS can't keep so many copies.
+    #[error("NATS can't keep {replicas} copies of the log: {why}; a cluster of at least {replicas} servers can, or leave --replicas out")]
+    Replicas {
+        /// How many were asked for.
+        replicas: usize,
+        /// What it said.
+        why: String,
+    },
+    /// NATS has no room for a log of this size.
+    #[error(
+        "NATS can't set {bytes} bytes aside for the log: {why}; give JetStream more room (`max_file_store`), or say less with --log-bytes"
+    )]
+    Room {
+        /// How many were asked for.
+        bytes: u64,
         /// What it said.
         why: String,
     },
@@ -78,9 +98,11 @@ pub struct Log {
     context: Context,
     /// The cluster's id, from the stream's metadata.
     pub cluster: String,
+    /// Copies that NATS keeps of it, and so of what else is kept there.
+    pub replicas: usize,
 }
 
-fn nats(what: &'static str) -> impl Fn(&dyn std::fmt::Display) -> LogError {
+pub(super) fn nats(what: &'static str) -> impl Fn(&dyn std::fmt::Display) -> LogError {
     move |why| LogError::Nats { what, why: why.to_string() }
 }
 
@@ -88,26 +110,17 @@ impl Log {
     /// Opens the stream, and makes it when there is none. `cluster` is the id a new one gets.
     ///
     /// # Errors
-    /// [`LogError::Nats`].
-    pub async fn open(client: async_nats::Client, replicas: usize, bytes_max: i64, cluster: &str) -> Result<Self, LogError> {
+    /// [`LogError::Nats`], [`LogError::Replicas`], [`LogError::Room`].
+    pub async fn open(client: async_nats::Client, shape: Shape, cluster: &str) -> Result<Self, LogError> {
         let context = jetstream::new(client);
-        let config = Config {
-            name: LOG_STREAM.to_owned(),
-            subjects: vec![LOG_ALL.to_owned()],
-            retention: RetentionPolicy::Limits,
-            storage: StorageType::File,
-            discard: DiscardPolicy::New,
-            max_bytes: bytes_max,
-            deny_delete: true,
-            num_replicas: replicas,
-            // Broker dedupe is never relied upon (DESIGN §5); the shortest window costs the least memory.
-            duplicate_window: Duration::from_millis(100),
-            metadata: HashMap::from([(CLUSTER_ID.to_owned(), cluster.to_owned())]),
-            ..Config::default()
-        };
-        let stream = context.get_or_create_stream(config).await.map_err(|e| nats("opening the stream VOLLEY_LOG")(&e))?;
-        let cluster = stream.cached_info().config.metadata.get(CLUSTER_ID).cloned().unwrap_or_default();
-        Ok(Self { context, cluster })
+        let opened = stream::open(&context, shape, cluster).await?;
+        Ok(Self::of(context, &opened))
+    }
+
+    fn of(context: Context, stream: &jetstream::stream::Stream) -> Self {
+        let config = &stream.cached_info().config;
+        let cluster = config.metadata.get(CLUSTER_ID).cloned().unwrap_or_default();
+        Self { context, cluster, replicas: config.num_replicas }
     }
 
     /// Opens the stream that is there.
@@ -117,8 +130,7 @@ impl Log {
     pub async fn existing(client: async_nats::Client) -> Result<Self, LogError> {
         let context = jetstream::new(client);
         let stream = context.get_stream(LOG_STREAM).await.map_err(|e| nats("opening the stream VOLLEY_LOG")(&e))?;
-        let cluster = stream.cached_info().config.metadata.get(CLUSTER_ID).cloned().unwrap_or_default();
-        Ok(Self { context, cluster })
+        Ok(Self::of(context, &stream))
     }
 
     /// Removes every record before `keep`.

@@ -10,3 +10,4 @@ pub mod log;
 pub mod objects;
 pub mod restore;
 pub mod rocks;
+pub mod stream;

@@ -1,7 +1,8 @@
 //! Jobs that come late: what runs already must not keep them from their share.
 
+use volley_jobspecs::backoff::Backoff;
 use volley_jobspecs::ids::{BundleId, Incarnation, Term};
-use volley_jobspecs::wire::plan::{Isolation, JobPlan, SpecRef};
+use volley_jobspecs::wire::plan::{Isolation, JobPlan, Retry, SpecRef};
 use volley_jobspecs::wire::record::{Actor, Control, Decided, Decision, Lead, Record, Submit, TenantPolicy, Verb};
 use volley_jobspecs::wire::report::{AttemptEnd, Report, Timing};
 use volley_jobspecs::wire::work::WorkerInfo;
@@ -292,6 +293,32 @@ fn a_large_task_that_comes_first_gets_its_room() {
     cluster.until_ended(large, 10_000);
     cluster.run(2_000);
     assert_eq!(running(&cluster), (WORKERS as u32 * SLOTS) as usize, "nothing is held for what has ended");
+}
+
+/// The same machine may be what is wrong.
+#[test]
+fn a_task_that_failed_goes_to_another_worker_unless_there_is_none() {
+    let mut cluster = Cluster::new();
+    let retry = Retry { attempts: 9, backoff: Backoff { initial_ms: 0, ..Backoff::default() }, ..plan(1).retry };
+    let job = cluster.submit_plan("default", JobPlan { retry, ..plan(1) }, 100);
+    let (mut before, mut met) = (None, BTreeSet::new());
+    for _ in 0..6 {
+        cluster.step();
+        let held = |(name, worker): (&WorkerId, &Worker)| Some((name.clone(), *worker.bundles.keys().next()?));
+        let (at, bundle) = cluster.state.workers.iter().find_map(held).unwrap();
+        assert_ne!(before.as_ref(), Some(&at), "it failed there");
+        met.insert(at.clone());
+        let name = open_name(&cluster.state, job, 0, bundle).unwrap();
+        let ends = vec![AttemptEnd { code: Some(1), ..end(name, Ending::Failed(FailureClass::ExitCode), 1) }];
+        cluster.apply(&Record::Report(Report { worker: at.clone(), incarnation: Incarnation(1), number: 0, ends }));
+        before = Some(at);
+    }
+    assert_eq!(met.len() as u64, WORKERS);
+    // Alone it is better than nowhere.
+    let gone = worker((0..WORKERS).find(|at| Some(worker(*at)) != before).unwrap());
+    cluster.decide(vec![Decision::WorkerLost { worker: gone, incarnation: Incarnation(1), left: true }]);
+    let again = place(&mut cluster.scheduler, &cluster.state, cluster.now_ms, &BTreeSet::new());
+    assert_eq!(again.into_iter().map(|assignment| assignment.worker).collect::<Vec<_>>(), before.into_iter().collect::<Vec<_>>());
 }
 
 #[test]

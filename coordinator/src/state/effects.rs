@@ -149,7 +149,7 @@ pub enum Refusal {
     #[error("no worker {0} (`volley workers` lists them)")]
     NoWorker(WorkerId),
     /// No such token.
-    #[error("no token {0}")]
+    #[error("no token {0} (`volley token ls` lists them)")]
     NoToken(String),
     /// The key was used for another spec.
     #[error("idempotency key {key:?} was used for another spec, that of job {job}; use a new key, or submit the same spec")]
@@ -214,7 +214,7 @@ pub enum Refusal {
         jobs: usize,
     },
     /// The job has ended.
-    #[error("job {0} has ended")]
+    #[error("job {0} has ended; `volley rerun {0}` runs every task again that did not succeed")]
     Ended(JobId),
     /// The job has not ended.
     #[error(
@@ -225,6 +225,6 @@ pub enum Refusal {
     #[error("job {0} is being removed; submit it again instead")]
     Removed(JobId),
     /// Nothing to rerun.
-    #[error("every ended task of job {0} succeeded: there is nothing to rerun")]
+    #[error("job {0} has no task that ended without success: there is nothing to rerun")]
     NothingToRerun(JobId),
 }

@@ -158,6 +158,17 @@ pub struct Head {
     pub skipped: BTreeSet<u64>,
 }
 
+impl Head {
+    /// A checkpoint after this record is recorded.
+    pub fn checkpointed(&mut self, sequence: u64) {
+        if self.checkpoints.last().is_none_or(|last| *last < sequence) {
+            self.checkpoints.push(sequence);
+            let old = self.checkpoints.len().saturating_sub(CHECKPOINTS_KEPT);
+            self.checkpoints.drain(..old);
+        }
+    }
+}
+
 /// Counts `count` bundles of a tenant, or counts them off.
 pub fn count_bundles(counts: &mut BTreeMap<TenantId, u32>, tenant: &TenantId, count: u32, up: bool) {
     match counts.get_mut(tenant) {

@@ -57,6 +57,9 @@ pub enum MatrixError {
         /// The axis.
         axis: String,
     },
+    /// The exclusions leave no combination, and nothing is included beside them.
+    #[error("the exclusions leave nothing")]
+    NothingLeft,
     /// The exclusions are too scattered.
     #[error("the exclusions fall into more than {RUNS_MAX} separate runs; list the items in a file instead")]
     TooManyRuns,
@@ -66,7 +69,7 @@ impl MatrixPlan {
     /// Plans a matrix.
     ///
     /// # Errors
-    /// [`MatrixError`] when an axis is empty, an exclusion fits nothing, or it is too large.
+    /// [`MatrixError`] when an axis is empty, an exclusion fits nothing, nothing is left, or it is too large.
     pub fn new(matrix: &Matrix) -> Result<Self, MatrixError> {
         let axes: Vec<(String, Vec<Value>)> = matrix.axes.iter().map(|(name, values)| (name.clone(), values.clone())).collect();
         if axes.is_empty() || axes.iter().any(|(_, values)| values.is_empty()) {
@@ -83,7 +86,8 @@ impl MatrixPlan {
         for (entry, pattern) in matrix.exclude.iter().enumerate() {
             exclude(&axes, cells, entry, pattern, &mut spans)?;
         }
-        Ok(Self { axes, include: matrix.include.clone(), excluded: merge(spans), cells })
+        let plan = Self { axes, include: matrix.include.clone(), excluded: merge(spans), cells };
+        if plan.count() == 0 { Err(MatrixError::NothingLeft) } else { Ok(plan) }
     }
 
     /// How many items there are.
@@ -263,6 +267,10 @@ mod tests {
             }
             all.retain(|item| !exclude.iter().any(|pattern| pattern.iter().all(|(k, v)| item.get(k) == Some(v))));
             let plan = MatrixPlan::new(&Matrix { axes, include: vec![], exclude });
+            if all.is_empty() {
+                prop_assert_eq!(plan, Err(MatrixError::NothingLeft));
+                return Ok(());
+            }
             let plan = plan.map_err(|e| TestCaseError::fail(e.to_string()))?;
             prop_assert_eq!(plan.count(), all.len() as u64);
             for (i, item) in all.iter().enumerate() {

@@ -99,6 +99,7 @@ fn plan_problem(path: &str, items: &Items, error: &PlanError) -> Problem {
                 .found(found.unwrap_or(&Value::Null))
                 .allowed(list(values.iter().map(String::as_str)))
         }
+        PlanError::Matrix(MatrixError::NothingLeft) => Problem::new(format!("{path}.matrix.exclude"), error.to_string()),
         PlanError::Matrix(MatrixError::EmptyAxis) => Problem::new(format!("{path}.matrix.axes"), error.to_string()),
         PlanError::Matrix(MatrixError::TooManyCells | MatrixError::TooManyRuns) => {
             Problem::new(format!("{path}.matrix"), error.to_string())

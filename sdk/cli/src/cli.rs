@@ -8,10 +8,10 @@ use std::io::Write as _;
 use clap::{CommandFactory as _, FromArgMatches as _, Parser, Subcommand};
 
 use crate::ctx::{Ctx, Global};
-use crate::error::CliError;
+use crate::error::{CliError, failure};
 use crate::exit::Exit;
 use crate::help;
-use crate::out::Out;
+use crate::out::{Format, Out};
 use crate::serve::{CoordinatorArgs, ImageArgs, LogArgs, UpArgs, WorkerArgs};
 use crate::verbs;
 
@@ -134,11 +134,31 @@ pub fn command() -> clap::Command {
 /// # Errors
 /// What to exit with: 0 after help, 2 after wrong arguments.
 pub fn parse<T: Into<OsString> + Clone>(args: impl IntoIterator<Item = T>) -> Result<Cli, Exit> {
-    read(args).map_err(|error| {
+    let args: Vec<OsString> = args.into_iter().map(Into::into).collect();
+    read(&args).map_err(|error| {
         // A standard output or error that is gone is nobody's loss.
-        let _ = error.print();
-        if error.use_stderr() { Exit::BadSpec } else { Exit::Success }
+        if !error.use_stderr() {
+            let _ = error.print();
+            return Exit::Success;
+        }
+        if wants_json(&args) {
+            let text = error.to_string();
+            let out = Out { format: Format::Json, quiet: false };
+            let message = text.trim_start_matches("error: ").trim_end();
+            let _ = std::io::stderr().write_all(failure(out, Exit::BadSpec, message).as_bytes());
+        } else {
+            let _ = error.print();
+        }
+        Exit::BadSpec
     })
+}
+
+/// Do arguments that can't be read ask for JSON all the same?
+fn wants_json(args: &[OsString]) -> bool {
+    let word = |arg: &OsString| arg.to_str().map(str::to_owned).unwrap_or_default();
+    let words: Vec<String> = args.iter().map(word).collect();
+    let joined = words.iter().any(|word| matches!(word.as_str(), "-ojson" | "-o=json" | "--output=json"));
+    joined || words.windows(2).any(|pair| matches!(pair, [flag, format] if matches!(flag.as_str(), "-o" | "--output") && format == "json"))
 }
 
 fn read<T: Into<OsString> + Clone>(args: impl IntoIterator<Item = T>) -> Result<Cli, clap::Error> {
@@ -221,6 +241,17 @@ mod tests {
     #[test]
     fn clap_finds_no_fault_with_the_verbs() {
         command().debug_assert();
+    }
+
+    #[test]
+    fn who_asks_for_json_is_told_of_wrong_arguments_in_json() {
+        let args = |line: &str| line.split(' ').map(OsString::from).collect::<Vec<_>>();
+        for line in ["volley -o json jobs --no-such-flag", "volley jobs --output=json --x", "volley jobs -ojson --x"] {
+            assert!(wants_json(&args(line)), "{line}");
+        }
+        assert!(!wants_json(&args("volley jobs -o table json")));
+        let told = failure(Out { format: Format::Json, quiet: false }, Exit::BadSpec, "unexpected argument");
+        assert_eq!(told, "{\"code\":\"usage\",\"message\":\"unexpected argument\",\"retryable\":false}\n");
     }
 
     #[test]

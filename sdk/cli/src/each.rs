@@ -2,6 +2,8 @@
 //!
 //! Owns going on after a failure, and what is shown of the jobs. Does not own the requests.
 
+use std::io::Write as _;
+
 use clap::Args;
 use volley_jobspecs::api::JobView;
 use volley_jobspecs::ids::JobId;
@@ -32,7 +34,8 @@ pub async fn each_job(ctx: &Ctx, jobs: &[JobId], work: impl AsyncFn(&Client, Job
                 if failed.is_none() {
                     failed = Some(error);
                 } else {
-                    ctx.out.note(&format!("error: {error}"));
+                    // The last one is told when the command ends.
+                    let _ = std::io::stderr().write_all(CliError::from(error).render(ctx.out.format).as_bytes());
                 }
             }
         }

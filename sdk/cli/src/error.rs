@@ -11,7 +11,7 @@ use volley_jobspecs::resolve::ResolveError;
 use volley_sdk::Error;
 
 use crate::exit::Exit;
-use crate::out::Format;
+use crate::out::{Format, Out};
 use crate::table::count;
 
 /// What a verb fails with.
@@ -53,6 +53,28 @@ pub enum CliError {
         /// The system's answer.
         source: io::Error,
     },
+}
+
+/// What a process that serves, or arguments that can't be read, end with: for people, or one JSON value for programs.
+#[must_use]
+pub fn failure(out: Out, exit: Exit, message: &str) -> String {
+    if out.format != Format::Json {
+        return format!("error: {message}\n");
+    }
+    let (code, retryable) = match exit {
+        Exit::BadSpec => ("usage", false),
+        Exit::NotFound => ("not_found", false),
+        Exit::Conflict => ("conflict", false),
+        Exit::Unavailable => ("unavailable", true),
+        Exit::TryLater => ("overloaded", true),
+        Exit::Denied => ("forbidden", false),
+        Exit::NotConfigured => ("not_configured", false),
+        Exit::LocalFile => ("local_file", false),
+        _ => ("internal", false),
+    };
+    let body = ErrorBody { code: code.into(), message: message.into(), retryable, problems: Vec::new() };
+    // It has text keys only, so this can't fail.
+    serde_json::to_string(&body).unwrap_or_default() + "\n"
 }
 
 impl CliError {

@@ -41,13 +41,34 @@ const EXAMPLES: &[(&str, &str)] = &[
     ("explain", "volley explain j1042\nvolley explain j1042 17"),
     ("logs", "volley logs j1042 17\nvolley logs -f j1042"),
     ("results", "volley results j1042 --failed\nvolley results j1042 --out results.jsonl"),
+    ("outputs", "volley outputs ls j1042 17\nvolley outputs get j1042"),
+    ("outputs ls", "volley outputs ls j1042 17"),
     ("outputs get", "volley outputs get j1042\nvolley outputs get j1042 17 report.txt --stdout"),
     ("wait", "volley wait j1042 j1043 --timeout 2h"),
     ("cancel", "volley cancel j1042 --now --reason 'wrong input'"),
+    ("pause", "volley pause j1042"),
+    ("resume", "volley resume j1042"),
+    ("rerun", "volley rerun j1042"),
     ("rm", "volley rm j1042 j1043"),
     ("workers", "volley workers\nvolley workers drain host-7"),
+    ("workers drain", "volley workers drain host-7 host-8"),
+    ("workers resume", "volley workers resume host-7"),
+    ("cluster", "volley cluster\nvolley cluster -o json"),
     ("tenant", "volley tenant add red --weight 50 --active-tasks 100000\nvolley tenant rm red"),
+    ("tenant add", "volley tenant add red --weight 50 --active-tasks 100000"),
+    ("tenant ls", "volley tenant ls"),
+    ("tenant rm", "volley tenant rm red"),
     ("token", "volley token create --tenant red\nvolley token ls\nvolley token revoke 0123456789abcdef"),
+    ("token create", "volley token create --tenant red"),
+    ("token ls", "volley token ls"),
+    ("token revoke", "volley token revoke 0123456789abcdef"),
+    ("image import", "volley image import python:3.12\nvolley image import dir:/srv/rootfs --name tools"),
+    ("image ls", "volley image ls -o json"),
+    ("image rm", "volley image rm tools"),
+    ("log", "volley log --dir /var/lib/volley show --job j1042\nvolley log --nats nats://nats:4222 skip 4711"),
+    ("log show", "volley log show --from 4700 --limit 20"),
+    ("log skip", "volley log skip 4711"),
+    ("schema", "volley schema"),
     ("completions", "volley completions bash"),
 ];
 
@@ -154,6 +175,9 @@ mod tests {
     #[test]
     fn the_long_help_has_variables_and_examples_that_are_read() {
         let found = built();
+        for (path, _) in found.iter().filter(|(path, _)| !path.is_empty()) {
+            assert!(EXAMPLES.iter().any(|(verb, _)| verb == path), "{path} has no example");
+        }
         for (verb, lines) in EXAMPLES {
             let (_, command) = found.iter().find(|(path, _)| path == verb).unwrap_or_else(|| panic!("no verb {verb}"));
             let text = command.clone().render_long_help().to_string();

@@ -41,7 +41,7 @@ mod units;
 mod verbs;
 
 pub use cli::{Cli, Outcome, ServeCommand, command, execute, parse, run};
-pub use error::CliError;
+pub use error::{CliError, failure};
 pub use exit::{EXIT_CODES_HELP, Exit};
 pub use out::{Format, Out};
 pub use volley_sdk as sdk;

@@ -145,9 +145,17 @@ pub struct CoordinatorArgs {
     /// (`volley token create --operator --tenant NAME`).
     #[arg(long, env = "VOLLEY_LOCAL_METRICS")]
     pub local_metrics: bool,
-    /// Copies of the log that NATS keeps: 1, 3 or 5.
-    #[arg(long, env = "VOLLEY_REPLICAS", default_value_t = 1, value_name = "N", value_parser = replicas)]
-    pub replicas: usize,
+    /// Copies of the log that NATS keeps: 1, 3 or 5. Default: as many as there are; 1 of a new log.
+    #[arg(long, env = "VOLLEY_REPLICAS", value_name = "N", value_parser = replicas)]
+    pub replicas: Option<usize>,
+    /// Most bytes of the log, such as 20GiB; NATS sets them aside. Above 80 % of them submits are refused. Default: as many as there are;
+    /// of a new log 4GiB, or what the server has room for.
+    #[arg(long, env = "VOLLEY_LOG_BYTES", value_name = "SIZE", value_parser = units::scalar::<ByteSize>)]
+    pub log_bytes: Option<ByteSize>,
+    /// Another bucket that items may be read from. With the coordinator's own credentials, for `items.jsonl.s3` and the like. May be repeated; `*`
+    /// is any.
+    #[arg(long = "items-bucket", env = "VOLLEY_ITEMS_BUCKETS", value_name = "NAME", value_delimiter = ',')]
+    pub items_buckets: Vec<String>,
 }
 
 fn replicas(text: &str) -> Result<usize, String> {
@@ -243,6 +251,9 @@ pub enum ImageVerb {
         ///
         /// `dir:DIR` and `tar:FILE` have its files; `oci:PATH` and `oci:PATH:NAME` are an OCI layout.
         image: String,
+        /// What tasks call it. An older image of that name is then called by its digest. Default: what is said above.
+        #[arg(long)]
+        name: Option<String>,
         /// Speaks to the registry without encryption.
         #[arg(long)]
         plain_http: bool,

@@ -79,7 +79,10 @@ impl Telemetry {
 
 /// What is logged unless the environment says otherwise. The library below the embedded S3 server logs each answer that is no success as an
 /// error, and the client tries those again; what matters of them our own lines say.
-const FILTER_DEFAULT: &str = "info,s3s=off";
+pub const FILTER_DEFAULT: &str = "info,s3s=off";
+
+/// The same of a verb that answers a person: what a library does on the way is not what was asked for.
+pub const FILTER_QUIET: &str = "warn,async_nats=error,s3s=off";
 
 /// A variable of the environment; one that is empty counts as unset.
 #[must_use]
@@ -87,13 +90,14 @@ pub fn var(name: &'static str) -> Option<String> {
     std::env::var(name).ok().filter(|value| !value.is_empty())
 }
 
-/// Sets everything up for a process that serves, such as `volley-worker`. Call it within the runtime that the process runs on.
+/// Sets everything up for a process that serves, such as `volley-worker`. Call it within the runtime that the process runs on. `default`: what
+/// is logged unless the environment says otherwise.
 ///
 /// # Errors
 /// [`TelemetryError`] names the variable.
-pub fn init(service: &'static str) -> Result<Telemetry, TelemetryError> {
+pub fn init(service: &'static str, default: &str) -> Result<Telemetry, TelemetryError> {
     let given = ["VOLLEY_LOG", "RUST_LOG"].into_iter().find_map(|name| Some((name, var(name)?)));
-    let (variable, text) = given.unwrap_or(("VOLLEY_LOG", FILTER_DEFAULT.to_owned()));
+    let (variable, text) = given.unwrap_or(("VOLLEY_LOG", default.to_owned()));
     let filter = filter(variable, &text)?;
     let otlp = Otlp::start(service, Settings::read(&var)?, &var)?;
     let lines = tracing_subscriber::fmt::layer().with_writer(io::stderr).with_ansi(io::stderr().is_terminal());

@@ -74,6 +74,14 @@ impl IdempotencyKey {
     }
 }
 
+impl std::str::FromStr for IdempotencyKey {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self, Error> {
+        Self::new(text)
+    }
+}
+
 /// How a job is submitted.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct SubmitOptions {

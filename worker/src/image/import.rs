@@ -163,9 +163,10 @@ struct Found {
 ///
 /// # Errors
 /// [`ImportError`]. What was fetched stays until the store is opened again or an image is removed, so that another try finds it.
-pub async fn import(store: &Store, source: Source, limits: Limits) -> Result<ImageNote, ImportError> {
+pub async fn import(store: &Store, source: Source, name: Option<String>, limits: Limits) -> Result<ImageNote, ImportError> {
     let busy = store.busy.clone().read_owned().await;
     let shown = source.shown();
+    let name = name.unwrap_or_else(|| shown.clone());
     let found = match source {
         Source::Registry { reference, plain_http, credentials } => {
             let mut registry = Registry::new(&reference, plain_http, credentials)?;
@@ -186,11 +187,20 @@ pub async fn import(store: &Store, source: Source, limits: Limits) -> Result<Ima
             build(&store, &root, &found, &limits)?;
         }
         let blobs = found.config_blob.into_iter().chain(found.layers).collect();
-        let note = ImageNote { digest: found.digest, source: shown, config: found.config, blobs, root };
+        let note = ImageNote { digest: found.digest, source: name, config: found.config, blobs, root };
         store.note_image(&note).map_err(io_error)?;
+        take_name(&store, &note).map_err(io_error)?;
         Ok(note)
     })
     .await
+}
+
+/// A name is the newest image's: an older one that had it is called by its digest from now on.
+fn take_name(store: &Store, newest: &ImageNote) -> io::Result<()> {
+    for older in store.images()?.into_iter().filter(|image| image.source == newest.source && image.digest != newest.digest) {
+        store.note_image(&ImageNote { source: older.digest.to_string(), ..older })?;
+    }
+    Ok(())
 }
 
 /// Removes an image, and what no other one uses, when nothing is being imported. Was it there?

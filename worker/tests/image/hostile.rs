@@ -14,7 +14,7 @@ async fn refused(layers: Vec<Vec<u8>>, limits: Limits) -> String {
     let made = Made::of(layers);
     let dir = tempfile::tempdir().unwrap();
     let store = Store::open(dir.path()).unwrap();
-    let why = import(&store, layout(&made.layout(Packing::Gzip)), limits).await.unwrap_err().to_string();
+    let why = import(&store, layout(&made.layout(Packing::Gzip)), None, limits).await.unwrap_err().to_string();
     nothing_is_left(dir.path());
     why
 }
@@ -88,7 +88,7 @@ async fn what_is_no_image_says_so() {
     std::fs::write(&file, "something else").unwrap();
     let why = |source| {
         let store = store.clone();
-        async move { import(&store, source, Limits::default()).await.unwrap_err().to_string() }
+        async move { import(&store, source, None, Limits::default()).await.unwrap_err().to_string() }
     };
     let said = why(layout(&file)).await;
     assert!(said.contains("/file: the layer ends at byte 14"), "{said}");
@@ -113,7 +113,7 @@ async fn a_damaged_layout_is_seen() {
         file.write_all(b"\0").unwrap();
         let dir = tempfile::tempdir().unwrap();
         let store = Store::open(dir.path()).unwrap();
-        let why = import(&store, layout(&path), Limits::default()).await.unwrap_err().to_string();
+        let why = import(&store, layout(&path), None, Limits::default()).await.unwrap_err().to_string();
         assert!(why.contains(&name) && why.contains("was damaged"), "{why}");
         nothing_is_left(dir.path());
     }
@@ -137,7 +137,7 @@ async fn a_configuration_of_other_layers_is_seen() {
         .unwrap();
         let dir = tempfile::tempdir().unwrap();
         let store = Store::open(dir.path()).unwrap();
-        let why = import(&store, layout(&path), Limits::default()).await.unwrap_err().to_string();
+        let why = import(&store, layout(&path), None, Limits::default()).await.unwrap_err().to_string();
         assert!(why.contains("the image's configuration says"), "{why}");
         nothing_is_left(dir.path());
     }

@@ -79,7 +79,7 @@ fn extracted(store: &Store, note: &ImageNote) -> Option<tempfile::TempDir> {
 }
 
 async fn imported(store: &Store, source: Source) -> ImageNote {
-    import(store, source, Limits::default()).await.unwrap()
+    import(store, source, None, Limits::default()).await.unwrap()
 }
 
 fn layout(path: &Path) -> Source {
@@ -230,7 +230,7 @@ async fn importing_and_removing_at_once_leaves_whole_images() {
         let imports: Vec<_> = (0..4)
             .map(|_| {
                 let (store, source) = (store.clone(), layout(&path));
-                tokio::spawn(async move { import(&store, source, Limits::default()).await })
+                tokio::spawn(async move { import(&store, source, None, Limits::default()).await })
             })
             .collect();
         tokio::task::yield_now().await;

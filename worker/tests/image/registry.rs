@@ -191,7 +191,7 @@ async fn pulled(trouble: Trouble, credentials: Option<Credentials>) -> Pulled {
     let server = Server::start(&made(), trouble);
     let dir = tempfile::tempdir().unwrap();
     let store = Store::open(dir.path()).unwrap();
-    let result = import(&store, server.source(credentials), Limits::default()).await;
+    let result = import(&store, server.source(credentials), None, Limits::default()).await;
     if result.is_err() {
         let left: usize = ["roots", "images", "tmp"].map(|part| std::fs::read_dir(dir.path().join(part)).unwrap().count()).iter().sum();
         assert_eq!(left, 0);
@@ -210,7 +210,7 @@ async fn an_image_comes_by_its_index() {
     assert_eq!(note.digest, Digest::parse(&sha256(&made().manifest(Packing::Gzip))).unwrap());
     // The second time its blobs are there.
     let store = Store::open(one.dir.path()).unwrap();
-    import(&store, one.server.source(None), Limits::default()).await.unwrap();
+    import(&store, one.server.source(None), None, Limits::default()).await.unwrap();
     assert_eq!(one.server.count(&sha256(&made().packed(Packing::Gzip)[0])), 1);
 }
 
@@ -248,7 +248,7 @@ async fn what_was_not_announced_is_refused() {
     let store = Store::open(dir.path()).unwrap();
     let reference = Reference::parse(&format!("{}/a/b:other", server.address)).unwrap();
     let source = Source::Registry { reference, plain_http: false, credentials: None };
-    let why = import(&store, source, Limits::default()).await.unwrap_err().to_string();
+    let why = import(&store, source, None, Limits::default()).await.unwrap_err().to_string();
     assert!(why.contains("/v2/a/b/manifests/other: the registry doesn't have it (404"), "{why}");
 }
 
@@ -340,7 +340,7 @@ async fn an_image_comes_from_a_real_registry() {
     for name in [":tag".to_owned(), format!("@{manifest}")] {
         let reference = Reference::parse(&format!("{}/a/b{name}", registry.address)).unwrap();
         let source = Source::Registry { reference, plain_http: false, credentials: None };
-        let note = import(&store, source, Limits::default()).await.unwrap();
+        let note = import(&store, source, None, Limits::default()).await.unwrap();
         assert_eq!(note.digest.to_string(), manifest);
         assert!(store.root_note(&note.root).unwrap().is_some());
     }

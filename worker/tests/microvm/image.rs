@@ -49,7 +49,8 @@ pub async fn noted(images: &Path) -> Result<ImageNote, String> {
     std::fs::write(files.path().join("etc/release"), "the image\n").unwrap();
     std::fs::write(files.path().join("etc/passwd"), "root:x:0:0::/:/bin/sh\nann:x:1000:1001::/:/bin/sh\n").unwrap();
     let store = Store::open(images).unwrap();
-    let note = image::import(&store, Source::Directory(files.path().to_owned()), Limits::default()).await.map_err(|e| e.to_string())?;
+    let note =
+        image::import(&store, Source::Directory(files.path().to_owned()), None, Limits::default()).await.map_err(|e| e.to_string())?;
     let config = Config { user: "ann".to_owned(), env: vec!["FROM=image".to_owned(), "PATH=/bin".to_owned()], ..Config::default() };
     let other = ImageNote { digest: Digest::parse(OF_USER).unwrap(), source: "dir:/other".to_owned(), config, ..note.clone() };
     store.note_image(&other).unwrap();

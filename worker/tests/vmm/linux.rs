@@ -58,7 +58,7 @@ impl Linux {
         }
         std::fs::write(files.join("etc/release"), "the image\n").unwrap();
         let store = Store::open(&dir.path().join("images")).unwrap();
-        let note = image::import(&store, Source::Directory(files), Limits::default()).await.map_err(|e| e.to_string())?;
+        let note = image::import(&store, Source::Directory(files), None, Limits::default()).await.map_err(|e| e.to_string())?;
         let path = store.root(&note.root);
         std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o444)).unwrap();
         Ok(Self { host, initrd, root: Arc::new(File::open(path).unwrap()), dir })

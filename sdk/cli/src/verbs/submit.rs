@@ -20,9 +20,9 @@ const WARNING_CHARS: usize = 500;
 pub struct Args {
     #[command(flatten)]
     pub(crate) spec: SpecArgs,
-    /// Names this submit: the same key with the same spec is the same job. Default: a fresh one.
+    /// Names this submit. For a day the same key with the same spec is the same job. Default: a fresh one.
     #[arg(long, value_name = "TEXT")]
-    pub(crate) key: Option<String>,
+    pub(crate) key: Option<IdempotencyKey>,
 }
 
 /// Carries it out.
@@ -41,7 +41,7 @@ pub async fn run(ctx: &Ctx, args: Args) -> Result<Exit, CliError> {
 pub(crate) async fn submit(ctx: &Ctx, client: &Client, args: &Args) -> Result<Submitted, CliError> {
     let loaded = args.spec.load()?;
     let key = match &args.key {
-        Some(text) => IdempotencyKey::new(text)?,
+        Some(key) => key.clone(),
         None => IdempotencyKey::random()?,
     };
     let text = loaded.upload(ctx, client).await?;

@@ -12,6 +12,9 @@ use crate::follow::{Followed, detached, follow};
 use crate::units;
 use crate::verbs::jobs::jobs_table;
 
+/// The jobs are looked at for so long whatever the timeout is: with none at all, those that have ended are told.
+const LOOK: Duration = Duration::from_secs(2);
+
 /// Arguments.
 #[derive(Debug, clap::Args)]
 pub struct Args {
@@ -27,7 +30,7 @@ pub async fn run(ctx: &Ctx, args: Args) -> Result<Exit, CliError> {
     let waiting = wait_all(ctx, &args);
     match args.timeout {
         None => waiting.await,
-        Some(timeout) => match tokio::time::timeout(Duration::from_millis(timeout.0), waiting).await {
+        Some(timeout) => match tokio::time::timeout(Duration::from_millis(timeout.0).max(LOOK), waiting).await {
             Ok(result) => result,
             Err(_) => {
                 ctx.out.note(&format!("not ended within {timeout}; the jobs go on"));

@@ -6,3 +6,4 @@
 pub mod agent;
 pub mod files;
 pub mod initramfs;
+mod program;

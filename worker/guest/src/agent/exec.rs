@@ -60,6 +60,8 @@ pub fn run(agent: &Agent, call: &Call, exec: &Exec) {
     };
     call.say(&Answer::Started { pid: running.pid });
     let (stop, timed_out) = watch(agent, call, exec, &running);
+    // What runs on when the command has ended by itself.
+    let strays = if matches!(stop, Stop::Ended(_)) { running.group.as_ref().map_or(0, Group::members) } else { 0 };
     let status = match stop {
         Stop::Leave => {
             agent.children.forget(running.pid);
@@ -80,7 +82,7 @@ pub fn run(agent: &Agent, call: &Call, exec: &Exec) {
         Some(status) => {
             let disk_full = is_full(exec.cwd.as_deref().unwrap_or("/"));
             let ended = ended(status, running.group.as_ref(), running.started, timed_out, survivors);
-            Answer::Ended(Ended { disk_full, ..ended })
+            Answer::Ended(Ended { disk_full, strays, ..ended })
         }
         None => Answer::Refused(Refusal::new(RefusalKind::System, format!("process {} can't be killed", running.pid))),
     };
@@ -344,5 +346,5 @@ fn ended(status: Status, group: Option<&Group>, started: Instant, timed_out: boo
         }
         None => Usage { wall_ms, user_us: status.user_us, system_us: status.system_us, memory_peak_bytes: Some(status.memory_peak_bytes) },
     };
-    Ended { exit: status.exit, timed_out, oom_kills: group.map_or(0, Group::oom_kills), usage, survivors, disk_full: false }
+    Ended { exit: status.exit, timed_out, oom_kills: group.map_or(0, Group::oom_kills), usage, survivors, disk_full: false, strays: 0 }
 }

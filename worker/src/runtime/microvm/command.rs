@@ -213,7 +213,7 @@ fn exit(ended: &Ended) -> Exit {
         oom: ended.oom_kills > 0,
         cpu_us: ended.usage.user_us.saturating_add(ended.usage.system_us),
         memory_bytes_max: ended.usage.memory_peak_bytes.unwrap_or(0),
-        strays: 0,
+        strays: ended.strays,
         disk_full: ended.disk_full,
     }
 }

@@ -278,14 +278,29 @@ fn watch(agent: &Agent, call: &Call, exec: &Exec, running: &Running) -> (Stop, b
         });
         match next {
             Some(Ok(stop)) => return (stop, timed_out),
+            Some(Err(Order::Signal(libc::SIGTERM))) => say_that_time_is_over(running),
             Some(Err(Order::Signal(signal))) => signal_group(running.pid, signal),
             Some(Err(Order::Kill)) => return (Stop::Kill, timed_out),
             None if deadline.is_none() => {}
             None if timed_out => return (Stop::Kill, true),
             None => {
                 timed_out = true;
-                signal_group(running.pid, libc::SIGTERM);
+                say_that_time_is_over(running);
                 deadline = after(exec.grace_ms);
+            }
+        }
+    }
+}
+
+/// TERM to everything of the command's, also what left its process group.
+fn say_that_time_is_over(running: &Running) {
+    signal_group(running.pid, libc::SIGTERM);
+    let group = i32::try_from(running.pid).unwrap_or(0);
+    for pid in running.group.iter().flat_map(Group::processes) {
+        // SAFETY: plain system calls, on processes that were in the group a moment ago; those of its process group have it already.
+        unsafe {
+            if libc::getpgid(pid) != group {
+                libc::kill(pid, libc::SIGTERM);
             }
         }
     }

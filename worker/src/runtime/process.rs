@@ -86,9 +86,14 @@ impl Machine for ProcessMachine {
 
     async fn start(&mut self, prepared: &Prepared) -> Result<Streams, ExecuteError> {
         let shim = self.shim.as_ref().ok_or(ExecuteError::Lost)?;
+        let owner = prepared.spawn.uid.zip(prepared.spawn.gid);
         let pipe = || -> std::io::Result<_> {
             let (read, write) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC)?;
             rustix::io::ioctl_fionbio(&read, true)?;
+            if let Some((uid, gid)) = owner {
+                // So that it can open them by name: /dev/stdout.
+                rustix::fs::fchown(&write, Some(rustix::fs::Uid::from_raw(uid)), Some(rustix::fs::Gid::from_raw(gid)))?;
+            }
             Ok((read, write))
         };
         let ((stdout, stdout_end), (stderr, stderr_end)) = pipe().and_then(|out| Ok((out, pipe()?))).map_err(ExecuteError::Local)?;

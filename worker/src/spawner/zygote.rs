@@ -130,7 +130,7 @@ fn make_shim(zygote_socket: &OwnedFd, request: MakeShim, socket: OwnedFd) {
         libc::close(std::os::fd::AsRawFd::as_raw_fd(zygote_socket));
     }
     let answer = socket.try_clone();
-    match Shim::new(socket, &request.join, request.oom_file.as_deref()) {
+    match Shim::new(socket, &request) {
         Ok(shim) => {
             drop(answer);
             shim.serve();

@@ -71,7 +71,7 @@ pub fn start(ready: &Ready, prepared: &Prepared, inside: &InMachine) -> Result<(
     let limits = &prepared.limits;
     let exec = Exec {
         argv: prepared.task.command.clone(),
-        env: super::environment(inside, &ready.image),
+        env: crate::runtime::environment(inside, &ready.image),
         cwd: Some(inside.cwd.clone()),
         user: ready.user.clone(),
         input: prepared.task.stdin.is_some(),

@@ -75,6 +75,19 @@ install_guest() {
   rm -rf "$work"
 }
 
+# What runs containers: crun, and for tests two others that are handed the same. Returns an error where crun can't be had.
+install_runtimes() {
+  local missing=()
+  export PATH="$PATH:/usr/sbin:/sbin"
+  have crun || missing+=(crun)
+  have runc || missing+=(runc)
+  have runsc || missing+=(runsc)
+  [ ${#missing[@]} = 0 ] && return
+  have apt-get || { have crun; return; }
+  # In a shell of its own: without root this is no reason to stop. Not every release has all of them.
+  (apt_install "${missing[@]}") || (apt_install crun) || have crun
+}
+
 # Firecracker, for its tests. The package asks for a newer Python than is needed to take a file out of it. Returns an error where that
 # can't be had. $VOLLEY_FIRECRACKER names another.
 install_firecracker() {

@@ -60,7 +60,7 @@ impl Features {
     /// What clusters of this version of Volley can do.
     #[must_use]
     pub fn current() -> Self {
-        Self::with_isolation(&[Isolation::Null, Isolation::Process, Isolation::Microvm])
+        Self::with_isolation(&[Isolation::Null, Isolation::Process, Isolation::Container, Isolation::Microvm])
     }
 
     /// Everything a spec can say. For reading a spec again that was accepted before, and for tools without a cluster.

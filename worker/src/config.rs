@@ -38,7 +38,7 @@ pub struct Config {
     pub memory_bytes: u64,
     /// Disk for tasks, in bytes.
     pub disk_bytes: u64,
-    /// Isolation tiers to offer: of those in this build, `null`, `process` and `microvm`.
+    /// Isolation tiers to offer: `null`, `process`, `container` and `microvm`.
     pub isolation: Vec<Isolation>,
     /// Its labels.
     pub labels: BTreeMap<String, String>,
@@ -65,14 +65,23 @@ pub struct Config {
     pub host: String,
     /// Who is told of spans and figures.
     pub observer: Observing,
-    /// What machines are made of; used only where `isolation` has `microvm`.
+    /// What containers are made of; used only where `isolation` has `container`.
+    pub containers: ContainerConfig,
+    /// What machines are made of; used only where `isolation` has `microvm`, but for what containers have of it.
     pub machines: MachineConfig,
+}
+
+/// What containers are made of. They have their images and their first program from [`MachineConfig`].
+#[derive(Debug, Clone, Default)]
+pub struct ContainerConfig {
+    /// The OCI runtime, crun, runc or runsc: a path, or a name that is looked for in PATH. `crun` when none is named.
+    pub runtime: Option<PathBuf>,
 }
 
 /// What machines are made of.
 #[derive(Debug, Clone)]
 pub struct MachineConfig {
-    /// Where images lie, as root disks. One worker at a time has this directory.
+    /// Where images lie, as root disks, of containers as well. One worker at a time has this directory.
     pub images: PathBuf,
     /// QEMU; where distributions put it when none is named.
     pub qemu: Option<PathBuf>,
@@ -81,7 +90,7 @@ pub struct MachineConfig {
     /// That kernel's modules (`/lib/modules/VERSION`); when none are named, `modules` beside the kernel, else where its release's are
     /// installed, else it has all of them built in.
     pub modules: Option<PathBuf>,
-    /// The agent's program, linked statically; beside this program when none is named.
+    /// The agent's program, linked statically, which is the first one of containers as well; beside this program when none is named.
     pub agent: Option<PathBuf>,
     /// Makes the file systems of scratch disks (e2fsprogs).
     pub mke2fs: PathBuf,
@@ -128,6 +137,7 @@ impl Config {
             cpu_milli: cores.saturating_mul(1_000),
             memory_bytes: total_memory() / 4 * 3,
             disk_bytes: free_disk(&dir),
+            containers: ContainerConfig::default(),
             machines: MachineConfig::new(&dir),
             dir,
             isolation: vec![Isolation::Null, Isolation::Process],
@@ -157,9 +167,6 @@ impl Config {
         if !(BEAT_MS_MIN..=BEAT_MS_MAX).contains(&self.beat_ms) {
             return Err(ConfigError::Beat(self.beat_ms));
         }
-        if let Some(tier) = self.isolation.iter().find(|tier| matches!(tier, Isolation::Container)) {
-            return Err(ConfigError::Isolation(*tier));
-        }
         if self.isolation.is_empty() {
             return Err(ConfigError::NoIsolation);
         }
@@ -186,11 +193,8 @@ pub enum ConfigError {
     /// Beat out of range.
     #[error("a worker beats every {BEAT_MS_MIN} to {BEAT_MS_MAX} ms, not every {0}")]
     Beat(u64),
-    /// A tier this build doesn't have.
-    #[error("this build has no isolation {:?}; it has null, process and microvm", .0.as_str())]
-    Isolation(Isolation),
     /// Nothing to offer.
-    #[error("a worker must offer at least one isolation tier: null, process or microvm")]
+    #[error("a worker must offer at least one isolation tier: null, process, container or microvm")]
     NoIsolation,
     /// A range of users that holds root, or more than there are.
     #[error("{slots} slots can't have users of their own from {uid}:{gid} on; choose another first user")]

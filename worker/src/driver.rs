@@ -19,6 +19,7 @@ use volley_jobspecs::wire::work::{Beat, BeatAnswer, WorkMessage};
 
 use crate::attempt::Outcome;
 use crate::cgroup::Cgroups;
+use crate::containers::Containers;
 use crate::control::{Status, Wish, Wishes};
 use crate::core::{Action, Core, CoreConfig, Input, JobAnswer};
 use crate::executor::{Executor, Shared, SlotOrder};
@@ -26,6 +27,7 @@ use crate::job::{Job, JobError};
 use crate::live::{AllWatched, Watched};
 use crate::machines::Machines;
 use crate::ports::{Bus, Incoming, Objects};
+use crate::runtime::container::ContainerMachine;
 use crate::runtime::microvm::MicrovmMachine;
 use crate::runtime::null;
 use crate::runtime::process::ProcessMachine;
@@ -60,8 +62,12 @@ pub struct Parts<B, O> {
     pub events: mpsc::Receiver<Input>,
     /// Who watches what.
     pub watched: watch::Sender<AllWatched>,
-    /// Starts processes; `None`: this worker does not offer `process`.
+    /// Starts processes; `None`: this worker offers neither `process` nor `container`.
     pub spawner: Option<Spawner>,
+    /// Does it offer `process`?
+    pub processes: bool,
+    /// Containers; `None`: this worker does not offer `container`.
+    pub containers: Option<Arc<Containers>>,
     /// Machines; `None`: this worker does not offer `microvm`.
     pub machines: Option<Arc<Machines>>,
     /// Limits.
@@ -335,13 +341,15 @@ impl<B: Bus, O: Objects> Driver<B, O> {
             return self.step(refused("the worker forgot the job before its task began"));
         };
         let order = SlotOrder { name, job: Arc::clone(job) };
-        let Parts { shared, cgroups, spawner, machines, .. } = &self.parts;
+        let Parts { shared, cgroups, spawner, processes, containers, machines, .. } = &self.parts;
         let place = self.slots.entry(slot).or_insert_with(|| {
             let (stopper, signal) = stop_signal();
             // One at a time: the core gives a slot its next attempt when the last has ended.
             let (orders, receiver) = mpsc::channel(1);
-            let process = spawner.clone().map(|spawner| ProcessMachine::new(slot, spawner, cgroups.clone()));
-            let tiers = Tiers::new(process, machines.clone().map(MicrovmMachine::new));
+            let process = spawner.clone().filter(|_| *processes).map(|spawner| ProcessMachine::new(slot, spawner, cgroups.clone()));
+            let container = containers.clone().zip(spawner.clone());
+            let container = container.map(|(containers, spawner)| ContainerMachine::new(slot, containers, spawner, cgroups.clone()));
+            let tiers = Tiers::new(process, container, machines.clone().map(MicrovmMachine::new));
             tokio::spawn(Executor::new(slot, shared.clone(), tiers, signal).serve(receiver));
             Slot { orders, stopper }
         });

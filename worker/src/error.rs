@@ -7,6 +7,7 @@ use std::path::PathBuf;
 
 use crate::cgroup::CgroupError;
 use crate::config::ConfigError;
+use crate::containers::ContainersError;
 use crate::machines::MachinesError;
 use crate::ports::BusError;
 use crate::spawner::SpawnerError;
@@ -70,6 +71,9 @@ pub enum RunError {
     /// Nothing can be started.
     #[error(transparent)]
     Spawner(#[from] SpawnerError),
+    /// Nothing else is offered than containers, and they can't be made.
+    #[error("containers: {0}; or leave `container` out of the worker's isolation")]
+    Containers(#[from] ContainersError),
     /// Machines are offered and can't be made.
     #[error("machines: {0}; or leave `microvm` out of the worker's isolation")]
     Machines(#[from] MachinesError),

@@ -53,6 +53,9 @@ pub enum ExecuteError {
     /// The machine it runs in is lost, or does not obey.
     #[error("{0}")]
     Guest(String),
+    /// No container comes about, or its runtime fails.
+    #[error("{0}")]
+    Container(String),
     /// Its machine does not start it.
     #[error("starting the task: its machine refused: {0}")]
     Refused(String),
@@ -68,7 +71,9 @@ impl ExecuteError {
         match self {
             Self::NotStarted { step: Step::Exec, errno: libc::ENOENT } => (FailureClass::ExitCode, Some(127)),
             Self::NotStarted { step: Step::Exec | Step::Directory, .. } => (FailureClass::ExitCode, Some(126)),
-            Self::NotStarted { .. } | Self::Spawner(_) | Self::Refused(_) | Self::Local(_) => (FailureClass::RestoreFailed, None),
+            Self::NotStarted { .. } | Self::Spawner(_) | Self::Container(_) | Self::Refused(_) | Self::Local(_) => {
+                (FailureClass::RestoreFailed, None)
+            }
             Self::Lost | Self::Stuck | Self::Guest(_) => (FailureClass::GuestLost, None),
         }
     }

@@ -14,6 +14,7 @@ use tokio::time::{Interval, MissedTickBehavior};
 use tracing::Instrument;
 use volley_jobspecs::failure::FailureClass;
 use volley_jobspecs::ids::AttemptName;
+use volley_jobspecs::spec::Isolation;
 use volley_jobspecs::units::counted;
 use volley_jobspecs::wire::report::Usage;
 
@@ -212,7 +213,10 @@ impl<B: Bus, O: Objects> Executor<B, O> {
             .instrument(tracing::debug_span!("execute"))
             .await;
         self.laps.end(Stage::Execute);
-        if matches!(executed.exit, Err(ExecuteError::Lost | ExecuteError::Guest(_) | ExecuteError::Stuck | ExecuteError::Spawner(_))) {
+        if matches!(
+            executed.exit,
+            Err(ExecuteError::Lost | ExecuteError::Guest(_) | ExecuteError::Stuck | ExecuteError::Spawner(_) | ExecuteError::Container(_))
+        ) {
             self.machine.distrust();
             // What can't be killed may still write here.
             if matches!(executed.exit, Err(ExecuteError::Stuck)) {
@@ -413,7 +417,9 @@ fn verdict(exit: &Exit, prepared: &Prepared) -> (Option<FailureClass>, Option<i3
     if exit.oom {
         let limit = match prepared.limits.memory_bytes {
             Some(bytes) => format!("at its memory limit of {} MiB; raise task.resources.memory", bytes >> 20),
-            None if prepared.inside.is_some() => "for want of memory in its machine; raise task.resources.memory".to_owned(),
+            None if prepared.task.isolation == Isolation::Microvm => {
+                "for want of memory in its machine; raise task.resources.memory".to_owned()
+            }
             None => "for want of memory on the host".to_owned(),
         };
         return (Some(FailureClass::Oom), code, Some(format!("the kernel ended it {limit}")));

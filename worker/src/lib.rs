@@ -11,6 +11,7 @@ pub mod capture;
 pub mod cgroup;
 pub mod claim;
 pub mod config;
+pub mod containers;
 pub mod control;
 pub mod core;
 pub mod dirs;
@@ -25,6 +26,7 @@ pub mod io;
 pub mod job;
 pub mod live;
 pub mod machines;
+mod offer;
 pub mod persist;
 mod place;
 pub mod ports;
@@ -49,50 +51,36 @@ use futures::future::BoxFuture;
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::task::JoinHandle;
 use tokio_util::task::AbortOnDropHandle;
-use volley_jobspecs::wire::plan::Isolation;
 use volley_jobspecs::wire::work::WorkerInfo;
 
-pub use config::{Config, MachineConfig};
+pub use config::{Config, ContainerConfig, MachineConfig};
 pub use control::{Control, Handle, Status, control};
 pub use error::{RunError, chain};
 pub use io::nats::NatsBus;
 pub use io::objects::S3Objects;
 pub use spawner::Spawner;
 
-use cgroup::Cgroups;
 use driver::{Driver, EVENTS_MAX, Parts};
 use executor::Shared;
 use inputs::Inputs;
 use job::Pages;
-use machines::Machines;
-use place::Place;
+use offer::Offer;
 use ports::{Bus, Objects};
 
-/// Runs a worker until it has left. `spawner` was made first thing in `main`; without one, and if the worker offers `process`, it is
-/// made here, which costs more the larger this process is.
+/// Runs a worker until it has left. `spawner` was made first thing in `main`; without one, and if the worker offers `process` or
+/// `container`, it is made here, which costs more the larger this process is.
 ///
 /// # Errors
 /// [`RunError`]: it can't begin. Once it has begun, nothing ends it but its handle.
 pub async fn run<B: Bus, O: Objects>(
-    config: Config,
+    mut config: Config,
     bus: B,
     objects: O,
     spawner: Option<Spawner>,
     control: Control,
 ) -> Result<(), RunError> {
     config.check()?;
-    let processes = config.isolation.contains(&Isolation::Process);
-    let spawner = match spawner.filter(|_| processes) {
-        Some(spawner) => Some(spawner),
-        None if processes => Some(Spawner::start()?),
-        None => None,
-    };
-    let (place, cgroups) = take_place(&config, spawner.as_ref(), processes).await?;
-    let machines = if config.isolation.contains(&Isolation::Microvm) {
-        Some(Arc::new(Machines::open(&config.machines, &place.dir.join("machines"), config.slots).await?))
-    } else {
-        None
-    };
+    let Offer { place, cgroups, limits, spawner, processes, containers, machines } = Offer::open(&mut config, spawner).await?;
     let (events, receiver) = mpsc::channel(EVENTS_MAX);
     let (watched, watching) = watch::channel(Arc::default());
     let inputs = Inputs::new(objects.clone(), place.dir.join("cache"), config.cache_bytes_max).map_err(|source| RunError::Dir {
@@ -112,14 +100,14 @@ pub async fn run<B: Bus, O: Objects>(
         owner_per_slot: config.task_user_per_slot,
         stream_bytes_max: config.stream_bytes_max,
     };
-    // A machine limits what runs in it without any help of the host's.
-    let core = core_config(&config, cgroups.is_some() || !processes && machines.is_some());
+    let core = core_config(&config, limits);
     let (work, watches) = (bus.work(&config.name).await?, bus.watches().await?);
     let (living, ended) = oneshot::channel();
     let told = tell_figures(&config, &control.status, ended);
     let observer = config.observer.clone();
     let ours = machines.clone();
-    let parts = Parts { shared, events: receiver, watched, spawner, machines, cgroups: cgroups.clone(), observer };
+    let cgroups_kept = cgroups.clone();
+    let parts = Parts { shared, events: receiver, watched, spawner, processes, containers, machines, cgroups, observer };
     // A task of its own: one that is polled by `block_on` is woken through the kernel, for each event of a slot.
     let driver = tokio::spawn(Driver::new(core, parts).live(work, watches, control.wishes, control.status));
     if let Err(ended) = AbortOnDropHandle::new(driver).await {
@@ -136,7 +124,7 @@ pub async fn run<B: Bus, O: Objects>(
         // What can't be told is nobody's loss.
         let _ = told.await;
     }
-    if let Some(cgroups) = cgroups {
+    if let Some(cgroups) = cgroups_kept {
         // What can't be removed now is removed at the next start.
         let _ = tokio::task::spawn_blocking(move || cgroups.sweep()).await;
     }
@@ -190,36 +178,4 @@ fn tell_figures(config: &Config, status: &watch::Sender<Status>, mut ended: ones
         }
         observer.figures(trace::figures(&status.borrow(), slots));
     }))
-}
-
-/// Takes the directory and the cgroups, with nothing of a predecessor left in either.
-async fn take_place(config: &Config, spawner: Option<&Spawner>, processes: bool) -> Result<(Place, Option<Arc<Cgroups>>), RunError> {
-    let (dir, want_cgroups) = (config.dir.clone(), config.cgroups && processes);
-    let other_user = config.task_user.filter(|(uid, _)| processes && *uid != 0);
-    let zygote = spawner.map(Spawner::pid);
-    let taken = tokio::task::spawn_blocking(move || {
-        let mut place = Place::take(&dir)?;
-        if other_user.is_some()
-            && let Some(closed) = users::closed_above(&place.dir)
-        {
-            return Err(RunError::Closed { dir: place.dir, closed });
-        }
-        let cgroups = if want_cgroups {
-            // Named by the directory, which one worker holds at a time, so what is in it is a predecessor's.
-            let hash = blake3::hash(place.dir.as_os_str().as_encoded_bytes()).to_hex();
-            match Cgroups::open(&format!("volley-{}", hash.get(..12).unwrap_or_default())) {
-                Ok(cgroups) => Some(Arc::new(cgroups)),
-                Err(why @ cgroup::CgroupError::Alive { .. }) => return Err(why.into()),
-                Err(why) => {
-                    tracing::warn!(%why, "no limits can be enforced; tasks that ask for cpu, memory or pids limits are refused");
-                    None
-                }
-            }
-        } else {
-            None
-        };
-        place.note(zygote)?;
-        Ok((place, cgroups))
-    });
-    taken.await.unwrap_or_else(|e| Err(RunError::Predecessor(e.to_string())))
 }

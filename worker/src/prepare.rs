@@ -82,16 +82,16 @@ pub struct Prepared {
     pub limits: Limits,
     /// Milliseconds between TERM and KILL.
     pub grace_ms: u64,
-    /// What a machine of its own needs, if the task has one.
+    /// What a machine or container of its own needs, if the task has one.
     pub inside: Option<Box<InMachine>>,
 }
 
-/// What a task's machine needs to know.
+/// What a task's machine or container needs to know.
 #[derive(Debug, Clone)]
 pub struct InMachine {
     /// Whose the task is.
     pub tenant: TenantId,
-    /// The machine's name.
+    /// Its name.
     pub hostname: String,
     /// Variables that the image may change.
     pub defaults: BTreeMap<String, String>,
@@ -99,7 +99,7 @@ pub struct InMachine {
     pub own: BTreeMap<String, String>,
     /// Where the command starts.
     pub cwd: String,
-    /// The slot's directories on the host. Inputs lie in them and are copied into the machine.
+    /// The slot's directories on the host. Inputs lie in them and are copied into the machine; a container shows them.
     pub dirs: Dirs,
     /// Is there anything to copy?
     pub has_files: bool,
@@ -175,7 +175,8 @@ pub async fn prepare<B: Bus, O: Objects>(
         }
         None => dirs.work(),
     };
-    let inside = (task.isolation == Isolation::Microvm).then(|| Box::new(in_machine(job, name, dirs, &task, &item.to_string())));
+    let has_image = matches!(task.isolation, Isolation::Container | Isolation::Microvm);
+    let inside = has_image.then(|| Box::new(in_machine(job, name, dirs, &task, &item.to_string())));
     let env = match inside {
         // Its image has a word in it.
         Some(_) => BTreeMap::new(),
@@ -195,6 +196,7 @@ pub async fn prepare<B: Bus, O: Objects>(
         cwd: bytes(&cwd.to_string_lossy()),
         uid: dirs.owner().map(|(uid, _)| uid),
         gid: dirs.owner().map(|(_, gid)| gid),
+        container: None,
     };
     let limits = Limits {
         memory_bytes: task.resources.memory.map(|memory| memory.0),

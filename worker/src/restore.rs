@@ -2,9 +2,13 @@
 //!
 //! Owns the stage's errors and their classes. What "ready" means is the tier's (`runtime`).
 
+use std::io;
+use std::path::PathBuf;
+
 use volley_jobspecs::failure::FailureClass;
 
 use crate::cgroup::CgroupError;
+use crate::containers::RootError;
 use crate::guest::{FilesError, GuestError};
 use crate::image::find::FindError;
 use crate::machines::{ScratchError, TemplateError};
@@ -34,6 +38,20 @@ pub enum RestoreError {
     /// A mistake of ours.
     #[error("the task was not prepared for a machine")]
     NotPrepared,
+    /// There is no image for its container.
+    #[error(transparent)]
+    Root(#[from] RootError),
+    /// Its container's configuration can't be written.
+    #[error("writing the container's configuration in {}: {source}; check the disk of the worker's directory", .dir.display())]
+    Bundle {
+        /// Where.
+        dir: PathBuf,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// A mistake of ours.
+    #[error("the slot has no user for its containers")]
+    NoUser,
     /// There is no template.
     #[error(transparent)]
     Template(#[from] TemplateError),
@@ -73,6 +91,9 @@ impl RestoreError {
             Self::Spawner(_)
             | Self::Limits(_)
             | Self::NotPrepared
+            | Self::NoUser
+            | Self::Root(RootError::Find(FindError::Missing { .. } | FindError::Several { .. } | FindError::Store(_)))
+            | Self::Root(RootError::Disk { .. })
             | Self::Template(TemplateError::Image(FindError::Missing { .. } | FindError::Several { .. } | FindError::Store(_)))
             | Self::Template(TemplateError::Build(_))
             | Self::Vmm(_)
@@ -80,10 +101,11 @@ impl RestoreError {
             | Self::NotUnique
             | Self::Random(_)
             | Self::Inputs(_) => FailureClass::RestoreFailed,
-            Self::Scratch(_) => FailureClass::StorageFailed,
+            Self::Scratch(_) | Self::Bundle { .. } => FailureClass::StorageFailed,
             Self::NoLimits | Self::NoTier(_) | Self::NoSpace { .. } => FailureClass::PolicyDenied,
             // Another try would meet the same name.
-            Self::Template(TemplateError::NoImage | TemplateError::Image(FindError::Name(_))) => FailureClass::InputMissing,
+            Self::Root(RootError::NoImage | RootError::NoUser { .. } | RootError::Find(FindError::Name(_)))
+            | Self::Template(TemplateError::NoImage | TemplateError::Image(FindError::Name(_))) => FailureClass::InputMissing,
         }
     }
 }

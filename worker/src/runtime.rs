@@ -1,8 +1,9 @@
 //! What runs a task: one machine per slot, the same semantics in every isolation tier.
 //!
-//! Owns the trait and the words of its answers. Does not own any tier: `runtime/microvm` (a virtual machine), `runtime/process` (own
-//! session, cgroup and directories on the host), `runtime/null` (nothing runs); `runtime/tiers` chooses among a slot's.
+//! Owns the trait and the words of its answers. Does not own any tier: `runtime/microvm` (a virtual machine), `runtime/container`
+//! (an OCI runtime), `runtime/process` (own session, cgroup and directories on the host), `runtime/null` (nothing runs); `runtime/tiers` chooses among a slot's.
 
+pub mod container;
 pub mod microvm;
 pub mod null;
 pub mod process;
@@ -54,4 +55,12 @@ pub trait Machine: Send + Sync {
     fn wait(&self) -> impl Future<Output = Result<Exit, ExecuteError>> + Send;
     /// Stops it. Never waits for the end, and never depends on the command's cooperation.
     fn stop(&self, force: Force) -> impl Future<Output = ()> + Send;
+}
+
+/// The environment of a command that runs in an image: what every task has, the image's, and the task's own, of which the later counts.
+fn environment(inside: &crate::prepare::InMachine, image: &crate::image::oci::Config) -> Vec<(String, String)> {
+    let mut env = inside.defaults.clone();
+    env.extend(crate::machines::image_env(image));
+    env.extend(inside.own.iter().map(|(name, value)| (name.clone(), value.clone())));
+    env.into_iter().collect()
 }

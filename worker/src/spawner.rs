@@ -4,6 +4,7 @@
 //! its reply are one packet each. Does not own what is run or why (`runtime/process`), nor limits (`cgroup`).
 
 mod child;
+mod container;
 pub(crate) mod packet;
 pub mod proto;
 mod shim;
@@ -107,13 +108,13 @@ impl Spawner {
         packet::send(zygote.socket.as_fd(), request, &[socket]).map_err(SpawnerError::Socket)
     }
 
-    /// Makes a shim that enters the cgroups whose `cgroup.procs` are in `join`.
+    /// Makes a shim.
     ///
     /// # Errors
     /// [`SpawnerError`] when it doesn't come up.
-    pub async fn shim(&self, join: Vec<String>, oom_file: Option<String>) -> Result<Shim, SpawnerError> {
+    pub async fn shim(&self, make: &MakeShim) -> Result<Shim, SpawnerError> {
         let (ours, theirs) = socketpair().map_err(SpawnerError::Socket)?;
-        let request = wire::encode(&MakeShim { join, oom_file });
+        let request = wire::encode(make);
         self.ask_zygote(&request, theirs.as_fd())?;
         drop(theirs);
         rustix::io::ioctl_fionbio(&ours, true).map_err(|e| SpawnerError::Socket(e.into()))?;
@@ -123,7 +124,7 @@ impl Spawner {
         match shim.reply().await? {
             Reply::Ready => Ok(shim),
             Reply::Broken(why) => Err(SpawnerError::Shim(why)),
-            Reply::NotStarted { .. } | Reply::Exited(_) => Err(SpawnerError::Shim("it answered out of turn".into())),
+            Reply::NotStarted { .. } | Reply::Exited(_) | Reply::Refused(_) => Err(SpawnerError::Shim("it answered out of turn".into())),
         }
     }
 }

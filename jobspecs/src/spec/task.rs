@@ -166,8 +166,8 @@ impl JsonSchema for Command {
     }
 }
 
-/// What one task needs of its host. What is given is set aside for it and enforced, but for the `disk` of a `process`, which is only set
-/// aside; a worker that can't enforce it doesn't take it.
+/// What one task needs of its host. What is given is set aside for it and enforced, but for the `disk` of a `process` or `container`, which
+/// is only set aside; a worker that can't enforce it doesn't take it.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct Resources {

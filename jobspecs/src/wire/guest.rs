@@ -439,6 +439,10 @@ pub struct Ended {
     #[n(5)]
     #[cbor(default)]
     pub disk_full: bool,
+    /// Processes that still ran when the first one had ended by itself, and were killed. Earlier agents do not count.
+    #[n(6)]
+    #[cbor(default)]
+    pub strays: u32,
 }
 
 /// How a process ended.

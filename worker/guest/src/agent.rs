@@ -13,7 +13,7 @@ mod exec;
 mod identity;
 mod session;
 mod stats;
-mod users;
+pub mod users;
 mod verbs;
 
 use std::convert::Infallible;

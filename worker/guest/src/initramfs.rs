@@ -32,7 +32,9 @@ pub enum InitramfsError {
         path: PathBuf,
     },
     /// It would not start in a RAM disk.
-    #[error("{path} is linked to libraries, which a RAM disk doesn't have; build it where the static C library is installed")]
+    #[error(
+        "{path} is linked to libraries, which neither a RAM disk nor every container has; build it where the static C library is installed"
+    )]
     NotStatic {
         /// Which.
         path: PathBuf,
@@ -95,6 +97,14 @@ pub fn find_agent() -> Result<PathBuf, InitramfsError> {
         Some(path) => Ok(path.clone()),
         None => Err(InitramfsError::NoAgent { path: places.into_iter().next().unwrap_or_default() }),
     }
+}
+
+/// Looks that the agent's binary needs no libraries.
+///
+/// # Errors
+/// [`InitramfsError::NotStatic`], or that it can't be read.
+pub fn check_static(agent: &Path) -> Result<(), InitramfsError> {
+    if is_static(&read(agent)?) { Ok(()) } else { Err(InitramfsError::NotStatic { path: agent.to_owned() }) }
 }
 
 fn read(path: &Path) -> Result<Vec<u8>, InitramfsError> {

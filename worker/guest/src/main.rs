@@ -1,4 +1,4 @@
-//! The agent's program: the first process of a machine, or for tests an ordinary one.
+//! The agent's program: the first process of a machine or of a container, or for tests an ordinary one.
 //!
 //! Owns only how it is started. As the first process it never ends but by switching the machine off.
 
@@ -7,11 +7,16 @@ use std::os::unix::net::UnixListener;
 use std::process::ExitCode;
 
 use volley_guest::agent::{self, Options, Transport, boot};
+use volley_guest::container;
 
 const USAGE: &str = "usage: volley-guest --listen PATH | --vsock PORT
 As the first process of a machine it takes its channel from the kernel's command line instead.";
 
 fn main() -> ExitCode {
+    // A machine's kernel says nothing of the kind.
+    if std::env::args_os().nth(1).is_some_and(|word| word == container::WORD) {
+        return ExitCode::from(container::main(std::env::args_os().skip(2).collect()));
+    }
     if std::process::id() == 1 {
         first_process();
         return ExitCode::FAILURE;

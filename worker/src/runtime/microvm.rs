@@ -24,7 +24,7 @@ use crate::attempt::Force;
 use crate::dirs::Dirs;
 use crate::execute::ExecuteError;
 use crate::guest::{FilesError, Guest, GuestError};
-use crate::machines::{self, Machines};
+use crate::machines::Machines;
 use crate::persist::PersistError;
 use crate::prepare::{InMachine, Prepared};
 use crate::restore::RestoreError;
@@ -218,14 +218,6 @@ impl Machine for MicrovmMachine {
             running.stop(force);
         }
     }
-}
-
-/// The environment of a command: what every task has, the image's, and the task's own, of which the later counts.
-fn environment(inside: &InMachine, image: &crate::image::oci::Config) -> Vec<(String, String)> {
-    let mut env = inside.defaults.clone();
-    env.extend(machines::image_env(image));
-    env.extend(inside.own.iter().map(|(name, value)| (name.clone(), value.clone())));
-    env.into_iter().collect()
 }
 
 /// Where a command of a machine starts.

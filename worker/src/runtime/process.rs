@@ -11,13 +11,17 @@ use crate::cgroup::{Cgroups, SlotCgroup};
 use crate::execute::ExecuteError;
 use crate::prepare::Prepared;
 use crate::restore::RestoreError;
-use crate::spawner::proto::Reply;
+use crate::spawner::proto::{MakeShim, Reply, Spawn};
 use crate::spawner::{self, Shim, Spawner, SpawnerError};
 
 /// A slot of the process tier.
 #[derive(Debug)]
 pub struct ProcessMachine {
     slot: u32,
+    /// Of which tier: what is started are runtimes.
+    containers: bool,
+    /// Does the shim enter the cgroup? Otherwise what it starts does.
+    enters: bool,
     spawner: Spawner,
     cgroups: Option<Arc<Cgroups>>,
     generation: u32,
@@ -30,20 +34,34 @@ impl ProcessMachine {
     /// A slot in which nothing ran yet. Its shim and cgroup come with the first attempt.
     #[must_use]
     pub fn new(slot: u32, spawner: Spawner, cgroups: Option<Arc<Cgroups>>) -> Self {
-        Self { slot, spawner, cgroups, generation: 0, cgroup: None, shim: None, oom_before: 0 }
+        Self { slot, containers: false, enters: true, spawner, cgroups, generation: 0, cgroup: None, shim: None, oom_before: 0 }
+    }
+
+    /// The same for a slot of the container tier: what is started are runtimes. `enters`: they are in the cgroup as well; otherwise what runs
+    /// enters it by itself.
+    #[must_use]
+    pub fn for_containers(slot: u32, spawner: Spawner, cgroups: Option<Arc<Cgroups>>, enters: bool) -> Self {
+        Self { containers: true, enters, ..Self::new(slot, spawner, cgroups) }
+    }
+
+    /// The files of its cgroup into which what runs writes itself.
+    #[must_use]
+    pub fn join_files(&self) -> Vec<String> {
+        self.cgroup.as_ref().map(SlotCgroup::join_files).unwrap_or_default()
     }
 
     async fn make_shim(&mut self) -> Result<(), RestoreError> {
         if let (None, Some(cgroups)) = (&self.cgroup, &self.cgroups) {
+            let kind = if self.containers { "container" } else { "slot" };
             let name = match self.generation {
-                0 => format!("slot-{}", self.slot),
-                n => format!("slot-{}-{n}", self.slot),
+                0 => format!("{kind}-{}", self.slot),
+                n => format!("{kind}-{}-{n}", self.slot),
             };
             self.cgroup = Some(cgroups.slot(&name)?);
         }
-        let join = self.cgroup.as_ref().map(SlotCgroup::join_files).unwrap_or_default();
         let oom_file = self.cgroup.as_ref().and_then(SlotCgroup::oom_file);
-        self.shim = Some(self.spawner.shim(join, oom_file).await?);
+        let make = MakeShim { join: self.join_files(), oom_file, containers: self.containers, enters: self.enters };
+        self.shim = Some(self.spawner.shim(&make).await?);
         Ok(())
     }
 
@@ -85,24 +103,7 @@ impl Machine for ProcessMachine {
     }
 
     async fn start(&mut self, prepared: &Prepared) -> Result<Streams, ExecuteError> {
-        let shim = self.shim.as_ref().ok_or(ExecuteError::Lost)?;
-        let pipe = || -> std::io::Result<_> {
-            let (read, write) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC)?;
-            rustix::io::ioctl_fionbio(&read, true)?;
-            Ok((read, write))
-        };
-        let ((stdout, stdout_end), (stderr, stderr_end)) = pipe().and_then(|out| Ok((out, pipe()?))).map_err(ExecuteError::Local)?;
-        let stdin = match &prepared.task.stdin {
-            Some(text) => Some(spawner::memory_file("stdin", text.as_bytes()).map_err(ExecuteError::Local)?),
-            None => None,
-        };
-        shim.spawn(prepared.spawn.clone(), stdout_end.as_fd(), stderr_end.as_fd(), stdin.as_ref().map(|f| f.as_fd())).await.map_err(
-            |e| match e {
-                SpawnerError::ShimGone => ExecuteError::Lost,
-                other => ExecuteError::Spawner(other.to_string()),
-            },
-        )?;
-        Ok(Streams { stdout, stderr })
+        self.start_as(prepared.spawn.clone(), prepared).await
     }
 
     async fn wait(&self) -> Result<Exit, ExecuteError> {
@@ -119,6 +120,7 @@ impl Machine for ProcessMachine {
                 disk_full: false,
             }),
             Ok(Reply::NotStarted { step, errno }) => Err(ExecuteError::NotStarted { step, errno }),
+            Ok(Reply::Refused(why)) => Err(ExecuteError::Container(why)),
             Ok(Reply::Ready | Reply::Broken(_)) => Err(ExecuteError::Spawner("it answered out of turn".into())),
             // The kernel may have taken the shim itself for want of memory: the verdict is the same.
             Err(SpawnerError::ShimGone) if self.cgroup.as_ref().is_some_and(|c| c.oom_kills() > self.oom_before) => {
@@ -140,6 +142,34 @@ impl Machine for ProcessMachine {
 }
 
 impl ProcessMachine {
+    /// Starts this in place of the task's command, with the task's streams.
+    ///
+    /// # Errors
+    /// [`ExecuteError`].
+    pub async fn start_as(&mut self, spawn: Spawn, prepared: &Prepared) -> Result<Streams, ExecuteError> {
+        let shim = self.shim.as_ref().ok_or(ExecuteError::Lost)?;
+        let owner = prepared.spawn.uid.zip(prepared.spawn.gid);
+        let pipe = || -> std::io::Result<_> {
+            let (read, write) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC)?;
+            rustix::io::ioctl_fionbio(&read, true)?;
+            if let Some((uid, gid)) = owner {
+                // So that it can open them by name: /dev/stdout.
+                rustix::fs::fchown(&write, Some(rustix::fs::Uid::from_raw(uid)), Some(rustix::fs::Gid::from_raw(gid)))?;
+            }
+            Ok((read, write))
+        };
+        let ((stdout, stdout_end), (stderr, stderr_end)) = pipe().and_then(|out| Ok((out, pipe()?))).map_err(ExecuteError::Local)?;
+        let stdin = match &prepared.task.stdin {
+            Some(text) => Some(spawner::memory_file("stdin", text.as_bytes()).map_err(ExecuteError::Local)?),
+            None => None,
+        };
+        shim.spawn(spawn, stdout_end.as_fd(), stderr_end.as_fd(), stdin.as_ref().map(|f| f.as_fd())).await.map_err(|e| match e {
+            SpawnerError::ShimGone => ExecuteError::Lost,
+            other => ExecuteError::Spawner(other.to_string()),
+        })?;
+        Ok(Streams { stdout, stderr })
+    }
+
     /// After an attempt whose end leaves the slot in doubt: nothing of it is used again.
     pub fn distrust(&mut self) {
         self.discard();

@@ -2,6 +2,9 @@
 //!
 //! Owns the choice, by what the task asks for and never by what is at hand. Does not own any tier.
 
+use volley_jobspecs::spec::Isolation;
+
+use super::container::ContainerMachine;
 use super::microvm::MicrovmMachine;
 use super::process::ProcessMachine;
 use super::{Exit, Machine, Streams};
@@ -17,31 +20,44 @@ use crate::restore::RestoreError;
 pub struct Tiers {
     process: Option<ProcessMachine>,
     /// Boxed, as slots of most workers have none.
+    container: Option<Box<ContainerMachine>>,
+    /// The same.
     microvm: Option<Box<MicrovmMachine>>,
-    /// What runs now is a machine.
-    in_machine: bool,
+    /// What runs now.
+    now: Now,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Now {
+    Process,
+    Container,
+    Microvm,
 }
 
 impl Tiers {
     /// The tiers that this worker offers.
     #[must_use]
-    pub fn new(process: Option<ProcessMachine>, microvm: Option<MicrovmMachine>) -> Self {
-        Self { process, microvm: microvm.map(Box::new), in_machine: false }
+    pub fn new(process: Option<ProcessMachine>, container: Option<ContainerMachine>, microvm: Option<MicrovmMachine>) -> Self {
+        Self { process, container: container.map(Box::new), microvm: microvm.map(Box::new), now: Now::Process }
     }
 
     /// After an attempt whose end leaves the slot in doubt: nothing of it is used again.
     pub fn distrust(&mut self) {
-        match (self.in_machine, &mut self.process, &mut self.microvm) {
-            (true, _, Some(machine)) => machine.kill(),
-            (false, Some(machine), _) => machine.distrust(),
-            _ => {}
-        }
+        match self.now {
+            Now::Process => self.process.as_mut().map(ProcessMachine::distrust),
+            Now::Container => self.container.as_mut().map(|machine| machine.distrust()),
+            Now::Microvm => self.microvm.as_mut().map(|machine| machine.kill()),
+        };
+    }
+
+    fn machine(&mut self) -> Option<&mut MicrovmMachine> {
+        self.microvm.as_deref_mut().filter(|_| self.now == Now::Microvm)
     }
 
     /// Are outputs somewhere else than in the slot's directories?
     #[must_use]
     pub fn is_apart(&self) -> bool {
-        self.in_machine
+        self.now == Now::Microvm
     }
 
     /// Brings outputs into the slot's directories, and ends the machine. What was left out, in words, if anything.
@@ -49,7 +65,7 @@ impl Tiers {
     /// # Errors
     /// [`PersistError`].
     pub async fn collect(&mut self, prepared: &Prepared, dirs: &Dirs) -> Result<Option<String>, PersistError> {
-        let (true, Some(machine)) = (self.in_machine, &mut self.microvm) else { return Ok(None) };
+        let Some(machine) = self.machine() else { return Ok(None) };
         let collected = machine.collect(prepared, dirs).await;
         machine.kill();
         collected
@@ -57,7 +73,7 @@ impl Tiers {
 
     /// Waits until nothing is left of what served one attempt only.
     pub async fn release(&mut self) {
-        if let (true, Some(machine)) = (self.in_machine, &mut self.microvm) {
+        if let Some(machine) = self.machine() {
             Box::pin(machine.release()).await;
         }
     }
@@ -65,40 +81,48 @@ impl Tiers {
     /// What results must say of how they came about.
     #[must_use]
     pub fn label(&self) -> Option<String> {
-        self.microvm.as_ref().filter(|_| self.in_machine).and_then(|machine| machine.label())
+        self.microvm.as_ref().filter(|_| self.is_apart()).and_then(|machine| machine.label())
     }
 }
 
 impl Machine for Tiers {
     async fn restore(&mut self, prepared: &Prepared) -> Result<(), RestoreError> {
-        self.in_machine = prepared.inside.is_some();
-        match (self.in_machine, &mut self.process, &mut self.microvm) {
-            (true, _, Some(machine)) => Box::pin(machine.restore(prepared)).await,
-            (false, Some(machine), _) => machine.restore(prepared).await,
+        self.now = match prepared.task.isolation {
+            Isolation::Null | Isolation::Process => Now::Process,
+            Isolation::Container => Now::Container,
+            Isolation::Microvm => Now::Microvm,
+        };
+        match (self.now, &mut self.process, &mut self.container, &mut self.microvm) {
+            (Now::Process, Some(machine), ..) => machine.restore(prepared).await,
+            (Now::Container, _, Some(machine), _) => Box::pin(machine.restore(prepared)).await,
+            (Now::Microvm, .., Some(machine)) => Box::pin(machine.restore(prepared)).await,
             _ => Err(RestoreError::NoTier(prepared.task.isolation.as_str())),
         }
     }
 
     async fn start(&mut self, prepared: &Prepared) -> Result<Streams, ExecuteError> {
-        match (self.in_machine, &mut self.process, &mut self.microvm) {
-            (true, _, Some(machine)) => Box::pin(machine.start(prepared)).await,
-            (false, Some(machine), _) => machine.start(prepared).await,
+        match (self.now, &mut self.process, &mut self.container, &mut self.microvm) {
+            (Now::Process, Some(machine), ..) => machine.start(prepared).await,
+            (Now::Container, _, Some(machine), _) => Box::pin(machine.start(prepared)).await,
+            (Now::Microvm, .., Some(machine)) => Box::pin(machine.start(prepared)).await,
             _ => Err(ExecuteError::Lost),
         }
     }
 
     async fn wait(&self) -> Result<Exit, ExecuteError> {
-        match (self.in_machine, &self.process, &self.microvm) {
-            (true, _, Some(machine)) => Box::pin(machine.wait()).await,
-            (false, Some(machine), _) => machine.wait().await,
+        match (self.now, &self.process, &self.container, &self.microvm) {
+            (Now::Process, Some(machine), ..) => machine.wait().await,
+            (Now::Container, _, Some(machine), _) => Box::pin(machine.wait()).await,
+            (Now::Microvm, .., Some(machine)) => Box::pin(machine.wait()).await,
             _ => Err(ExecuteError::Lost),
         }
     }
 
     async fn stop(&self, force: Force) {
-        match (self.in_machine, &self.process, &self.microvm) {
-            (true, _, Some(machine)) => machine.stop(force).await,
-            (false, Some(machine), _) => machine.stop(force).await,
+        match (self.now, &self.process, &self.container, &self.microvm) {
+            (Now::Process, Some(machine), ..) => machine.stop(force).await,
+            (Now::Container, _, Some(machine), _) => machine.stop(force).await,
+            (Now::Microvm, .., Some(machine)) => machine.stop(force).await,
             _ => {}
         }
     }

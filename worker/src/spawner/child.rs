@@ -11,6 +11,8 @@ use super::zygote::IGNORED;
 
 /// Stack of the child until it execs, in bytes; its frames are a few hundred.
 const STACK_BYTES: usize = 64 * 1024;
+/// Where further descriptors are kept before they are placed: above every place they may get.
+pub const HIGH: c_int = 64;
 
 /// A command that runs.
 pub struct Running {
@@ -35,7 +37,8 @@ struct Plan {
     argv: Vec<*const c_char>,
     env: Vec<*const c_char>,
     cwd: CString,
-    stdio: [c_int; 3],
+    /// What becomes its descriptors 0, 1, 2, …; those behind the three are [`HIGH`] or above.
+    inherits: Vec<c_int>,
     user: Option<(u32, u32)>,
     failed: Option<NotStarted>,
 }
@@ -50,8 +53,8 @@ impl Stack {
     }
 }
 
-/// Starts a command with these standard streams (stdin, stdout, stderr).
-pub fn start(stack: &mut Stack, spawn: Spawn, stdio: [&OwnedFd; 3]) -> Result<Running, NotStarted> {
+/// Starts a command with these standard streams (stdin, stdout, stderr), and more descriptors behind them, which are [`HIGH`] or above.
+pub fn start(stack: &mut Stack, spawn: Spawn, stdio: [&OwnedFd; 3], more: &[OwnedFd]) -> Result<Running, NotStarted> {
     let invalid = NotStarted { step: Step::Request, errno: libc::EINVAL };
     let strings = |list: Vec<minicbor::bytes::ByteVec>| {
         list.into_iter().map(|text| CString::new(Vec::from(text))).collect::<Result<Vec<_>, _>>().map_err(|_| invalid)
@@ -64,7 +67,7 @@ pub fn start(stack: &mut Stack, spawn: Spawn, stdio: [&OwnedFd; 3]) -> Result<Ru
         env: pointers(&env),
         programs,
         cwd: CString::new(Vec::from(spawn.cwd)).map_err(|_| invalid)?,
-        stdio: stdio.map(AsRawFd::as_raw_fd),
+        inherits: stdio.into_iter().chain(more).map(AsRawFd::as_raw_fd).collect(),
         user: spawn.uid.zip(spawn.gid),
         failed: None,
     };
@@ -134,7 +137,7 @@ unsafe fn become_the_task(plan: &Plan) -> (Step, c_int) {
         for signal in IGNORED {
             libc::signal(signal, libc::SIG_DFL);
         }
-        for (fd, target) in plan.stdio.iter().zip(0..) {
+        for (fd, target) in plan.inherits.iter().zip(0..) {
             if libc::dup2(*fd, target) < 0 {
                 return (Step::Streams, errno());
             }

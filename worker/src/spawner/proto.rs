@@ -15,12 +15,18 @@ pub const REQUEST_BYTES_MAX: usize = 4 * 1024 * 1024;
 #[derive(Debug, Encode, Decode)]
 #[cbor(map)]
 pub struct MakeShim {
-    /// Files the shim writes itself into: `cgroup.procs` of each hierarchy.
+    /// `cgroup.procs` of each hierarchy, where all that it starts is found.
     #[n(0)]
     pub join: Vec<String>,
     /// File with a line `oom_kill N`, if the memory controller is there.
     #[n(1)]
     pub oom_file: Option<String>,
+    /// Does it start containers? Then it has mounts of its own.
+    #[n(2)]
+    pub containers: bool,
+    /// Does it enter them itself, so that what it starts is there from its first instruction? Otherwise what it starts does.
+    #[n(3)]
+    pub enters: bool,
 }
 
 /// To a shim.
@@ -62,6 +68,42 @@ pub struct Spawn {
     /// With which group.
     #[n(5)]
     pub gid: Option<u32>,
+    /// The command is an OCI runtime's, for a task in this container.
+    #[n(6)]
+    pub container: Option<Container>,
+}
+
+/// A container to put together before its runtime is started.
+#[derive(Debug, Clone, PartialEq, Eq, Encode, Decode)]
+#[cbor(map)]
+pub struct Container {
+    /// Where its root and what belongs to it are mounted; the directory is there, and ours alone.
+    #[n(0)]
+    pub dir: String,
+    /// The block device with the image's root; none: an empty root.
+    #[n(1)]
+    pub device: Option<String>,
+    /// Whose files are whose: user in the container (and in the image), and on the host.
+    #[n(2)]
+    pub users: Vec<(u32, u32)>,
+    /// The same of groups.
+    #[n(3)]
+    pub groups: Vec<(u32, u32)>,
+    /// User and group on the host that the root belongs to.
+    #[n(4)]
+    pub owner: (u32, u32),
+    /// Directories made in the root, whatever the image has there; each after those above it.
+    #[n(5)]
+    pub dirs: Vec<String>,
+    /// Directories of the host that are shown, and where: one of `dirs`.
+    #[n(6)]
+    pub binds: Vec<(String, String)>,
+    /// `cgroup.procs` files of what runs in it.
+    #[n(7)]
+    pub join: Vec<String>,
+    /// Does the runtime hand descriptors over? Otherwise streams are its own, and its exit code is all there is.
+    #[n(8)]
+    pub reports: bool,
 }
 
 /// From a shim.
@@ -86,6 +128,9 @@ pub enum Reply {
     /// The command ended, and nothing it started runs any more.
     #[n(3)]
     Exited(#[n(0)] Exited),
+    /// The container could not be put together, or its runtime failed; says why.
+    #[n(4)]
+    Refused(#[n(0)] String),
 }
 
 /// The step at which a command could not be started.

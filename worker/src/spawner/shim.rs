@@ -13,8 +13,9 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags};
 
 use super::child::{self, NotStarted, Running, Stack};
+use super::container::{self, Behind};
 use super::packet;
-use super::proto::{Exited, PACKET_BYTES_MAX, REQUEST_BYTES_MAX, Reply, Request, Spawn, Step};
+use super::proto::{Exited, MakeShim, PACKET_BYTES_MAX, REQUEST_BYTES_MAX, Reply, Request, Spawn, Step};
 use super::tree;
 
 /// How long killing is tried before a process counts as stuck (in the kernel, usually on a dead disk).
@@ -23,6 +24,12 @@ const KILL_TIME: Duration = Duration::from_secs(5);
 const REAP_EVERY_S: i64 = 1;
 /// Longest pause between two rounds of killing: strays are few and die within a millisecond or two.
 const KILL_PAUSE_MAX: Duration = Duration::from_millis(20);
+
+/// A command, or the runtime that it stands behind.
+struct Watched {
+    running: Running,
+    behind: Option<Behind>,
+}
 
 /// A shim.
 pub struct Shim {
@@ -36,17 +43,20 @@ pub struct Shim {
 }
 
 impl Shim {
-    /// A shim that speaks on `socket`; `join` are the files it enters, the first of which also lists who else is in its cgroup.
-    pub fn new(socket: OwnedFd, join: &[String], oom_file: Option<&str>) -> io::Result<Self> {
-        for file in join {
+    /// A shim that speaks on `socket`. The first of the files to enter cgroups also lists who else is in its cgroup.
+    pub fn new(socket: OwnedFd, make: &MakeShim) -> io::Result<Self> {
+        if make.containers {
+            container::own_mounts()?;
+        }
+        for file in make.join.iter().filter(|_| make.enters) {
             std::fs::write(file, "0").map_err(|e| io::Error::new(e.kind(), format!("writing {file}: {e}")))?;
         }
         rustix::process::set_child_subreaper(Some(rustix::process::getpid()))?;
         let mut shim = Self {
             socket,
             null: OwnedFd::from(File::open("/dev/null")?),
-            procs: join.first().cloned(),
-            oom_file: oom_file.map(File::open).transpose()?,
+            procs: make.join.first().cloned(),
+            oom_file: make.oom_file.as_ref().map(File::open).transpose()?,
             oom_seen: 0,
             stack: Stack::new(),
         };
@@ -67,30 +77,73 @@ impl Shim {
                 // Its attempt is over already.
                 Request::Term | Request::Kill => continue,
             };
-            let reply = match spawn.and_then(|(spawn, fds)| self.start(spawn, &fds)) {
-                Ok(running) => match self.watch(&running, &mut buffer) {
-                    Some(exited) => Reply::Exited(self.with_oom(exited)),
-                    None => return,
-                },
-                Err(NotStarted { step, errno }) => Reply::NotStarted { step, errno },
-            };
+            let Some((reply, root)) = self.serve_one(spawn, &mut buffer) else { return };
             if !self.say(&reply) {
                 return;
             }
+            // What it wrote there is thrown away, which may take a while, and is nobody's wait but the next command's.
+            drop(root);
         }
     }
 
-    fn start(&mut self, spawn: Spawn, fds: &[OwnedFd]) -> Result<Running, NotStarted> {
+    /// One command from its request to the answer. `None`: the worker is gone.
+    fn serve_one(
+        &mut self,
+        spawn: Result<(Spawn, Vec<OwnedFd>), NotStarted>,
+        buffer: &mut [u8],
+    ) -> Option<(Reply, Option<container::Root>)> {
+        let (mut spawn, fds) = match spawn {
+            Ok(spawn) => spawn,
+            Err(NotStarted { step, errno }) => return Some((Reply::NotStarted { step, errno }, None)),
+        };
+        let root = match spawn.container.take().map(container::Root::make).transpose() {
+            Ok(root) => root,
+            Err(why) => return Some((Reply::Refused(why), None)),
+        };
+        let started = self.start(spawn, &fds, root.as_ref());
+        // Nobody but the command holds its streams.
+        drop(fds);
+        let reply = match started {
+            Ok(watched) => {
+                let exited = self.watch(&watched, buffer)?;
+                self.end(watched.behind, exited)
+            }
+            Err(NotStarted { step, errno }) => Reply::NotStarted { step, errno },
+        };
+        Some((reply, root))
+    }
+
+    fn start(&mut self, spawn: Spawn, fds: &[OwnedFd], root: Option<&container::Root>) -> Result<Watched, NotStarted> {
         let [stdout, stderr, rest @ ..] = fds else {
             return Err(NotStarted { step: Step::Streams, errno: libc::EBADF });
         };
         let stdin = rest.first().unwrap_or(&self.null);
-        child::start(&mut self.stack, spawn, [stdin, stdout, stderr])
+        let Some(root) = root else {
+            return Ok(Watched { running: child::start(&mut self.stack, spawn, [stdin, stdout, stderr], &[])?, behind: None });
+        };
+        let streams = |e: io::Error| NotStarted { step: Step::Streams, errno: e.raw_os_error().unwrap_or(libc::EIO) };
+        let (behind, inherits) = root.descriptors([stdin, stdout, stderr]).map_err(streams)?;
+        let running = match &behind.log {
+            Some(log) => child::start(&mut self.stack, spawn, [&self.null, log, log], &inherits)?,
+            None => child::start(&mut self.stack, spawn, [stdin, stdout, stderr], &inherits)?,
+        };
+        Ok(Watched { running, behind: Some(behind) })
+    }
+
+    /// What is answered of a command that ended.
+    fn end(&mut self, behind: Option<Behind>, exited: Exited) -> Reply {
+        let exited = self.with_oom(exited);
+        match behind {
+            None => Reply::Exited(exited),
+            Some(behind) => behind.end(exited),
+        }
     }
 
     /// Waits for the end, and obeys meanwhile. `None`: the worker is gone, and everything was killed.
-    fn watch(&self, running: &Running, buffer: &mut [u8]) -> Option<Exited> {
+    fn watch(&self, watched: &Watched, buffer: &mut [u8]) -> Option<Exited> {
+        let running = &watched.running;
         let mut gone = false;
+        let mut kills = 0;
         let mut orphans = Exited::default();
         loop {
             let mut waited = [PollFd::new(&running.pidfd, PollFlags::IN), PollFd::new(&self.socket, PollFlags::IN)];
@@ -98,6 +151,11 @@ impl Shim {
             match rustix::event::poll(&mut waited, Some(&every)) {
                 Ok(0) => {
                     reap_orphans(running.pid, &mut orphans);
+                    if kills > 0 {
+                        // A runtime whose container was killed ends by itself; not so one that is not done with making it.
+                        kills += 1;
+                        self.signal(watched, libc::SIGKILL, kills > 1);
+                    }
                     continue;
                 }
                 Ok(_) => {}
@@ -110,13 +168,16 @@ impl Shim {
             }
             if spoken {
                 match self.hear(buffer) {
-                    Some((Request::Term, _)) => self.signal(running, libc::SIGTERM),
-                    Some((Request::Kill, _)) => self.signal(running, libc::SIGKILL),
+                    Some((Request::Term, _)) => self.signal(watched, libc::SIGTERM, false),
+                    Some((Request::Kill, _)) => {
+                        kills = kills.max(1);
+                        self.signal(watched, libc::SIGKILL, false);
+                    }
                     // A second command while one runs is a mistake of the worker's; it isn't started.
                     Some((Request::Spawn(_) | Request::SpawnFromFile, _)) => {}
                     None => {
                         gone = true;
-                        self.signal(running, libc::SIGKILL);
+                        self.signal(watched, libc::SIGKILL, true);
                     }
                 }
             }
@@ -128,12 +189,19 @@ impl Shim {
         }
     }
 
-    fn signal(&self, running: &Running, signal: libc::c_int) {
-        // SAFETY: plain system calls. The process was not waited for, so its number is still its own.
-        unsafe {
-            libc::kill(-running.pid, signal);
+    /// `all`: also a runtime that the command stands behind, and is told of its end by it.
+    fn signal(&self, Watched { running, behind }: &Watched, signal: libc::c_int, all: bool) {
+        let spared = behind.is_some() && !all;
+        if !spared {
+            // SAFETY: plain system calls. The process was not waited for, so its number is still its own.
+            unsafe {
+                libc::kill(-running.pid, signal);
+            }
         }
         for pid in tree::others(self.procs.as_deref()) {
+            if spared && pid == running.pid {
+                continue;
+            }
             // Those of its group have it already; TERM twice is harmless, and KILL is KILL.
             if signal == libc::SIGKILL || tree::group_of(pid) != Some(running.pid) {
                 // SAFETY: as above; a process that ended in between and whose number was given away again is a risk of

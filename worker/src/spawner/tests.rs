@@ -1,6 +1,6 @@
 //! Tests of the spawner with real processes.
 
-use super::proto::{Exited, Step};
+use super::proto::{Exited, MakeShim, Step};
 use super::*;
 use minicbor::bytes::ByteVec;
 use std::io::Read;
@@ -18,6 +18,7 @@ fn command(list: &[&str]) -> Spawn {
         cwd: ByteVec::from(b"/tmp".to_vec()),
         uid: None,
         gid: None,
+        container: None,
     }
 }
 
@@ -49,7 +50,7 @@ fn alive(pid: i32) -> bool {
 
 async fn shim() -> (Spawner, Shim) {
     let spawner = Spawner::start().expect("a zygote");
-    let shim = spawner.shim(Vec::new(), None).await.expect("a shim");
+    let shim = spawner.shim(&MakeShim { join: Vec::new(), oom_file: None, containers: false, enters: true }).await.expect("a shim");
     (spawner, shim)
 }
 
@@ -166,7 +167,8 @@ async fn spawn_rate() {
         let spawner = Spawner::start().expect("a zygote");
         let mut shims = Vec::new();
         for _ in 0..slots {
-            shims.push(spawner.shim(Vec::new(), None).await.expect("a shim"));
+            shims
+                .push(spawner.shim(&MakeShim { join: Vec::new(), oom_file: None, containers: false, enters: true }).await.expect("a shim"));
         }
         let begin = Instant::now();
         let runs = shims.into_iter().map(|shim| {
@@ -206,7 +208,7 @@ async fn a_killed_zygote_is_replaced_and_a_killed_shim_noticed() {
         libc::waitpid(zygote, std::ptr::null_mut(), 0);
     }
     assert!(matches!(shim.reply().await, Err(SpawnerError::ShimGone)));
-    let shim = spawner.shim(Vec::new(), None).await.expect("another");
+    let shim = spawner.shim(&MakeShim { join: Vec::new(), oom_file: None, containers: false, enters: true }).await.expect("another");
     assert_ne!(spawner.pid().cast_signed(), zygote);
     let (reply, out, _) = run(&shim, command(&["sh", "-c", "cat /proc/$PPID/environ | tr -d '\\0'"]), None).await;
     assert_eq!((exited(reply).code, out.as_str()), (Some(0), ""), "a task sees nothing of the worker through its parent");

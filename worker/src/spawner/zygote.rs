@@ -54,6 +54,7 @@ pub fn set_up(name: &CStr, children: Children) {
     unsafe {
         // A terminal's Ctrl-C and a service manager's TERM are for the worker, which drains; we end when it does.
         libc::setsid();
+        nothing_ignored();
         for signal in IGNORED {
             libc::signal(signal, libc::SIG_IGN);
         }
@@ -72,6 +73,22 @@ pub fn set_up(name: &CStr, children: Children) {
         wipe_environment();
     }
     let _ = rustix::process::set_child_subreaper(Some(rustix::process::getpid()));
+}
+
+/// Gives every signal its default: one that whoever started the worker ignored would be ignored by every task.
+///
+/// # Safety
+/// Only in a process of one thread that handles no signal.
+unsafe fn nothing_ignored() {
+    /// Signals of Linux: the C library keeps two for itself and changes none of them by its own call.
+    const SIGNALS: libc::c_int = 64;
+    // SAFETY: a zeroed `struct sigaction` of the kernel's (four words here) is the default; two signals can't be changed, which is no loss.
+    unsafe {
+        let default = [0_u64; 4];
+        for signal in 1..=SIGNALS {
+            libc::syscall(libc::SYS_rt_sigaction, signal, default.as_ptr(), std::ptr::null::<u64>(), size_of::<u64>());
+        }
+    }
 }
 
 /// Overwrites every variable, where /proc/PID/environ reads them.
@@ -113,7 +130,7 @@ fn make_shim(zygote_socket: &OwnedFd, request: MakeShim, socket: OwnedFd) {
         libc::close(std::os::fd::AsRawFd::as_raw_fd(zygote_socket));
     }
     let answer = socket.try_clone();
-    match Shim::new(socket, &request.join, request.oom_file.as_deref()) {
+    match Shim::new(socket, &request) {
         Ok(shim) => {
             drop(answer);
             shim.serve();

@@ -129,7 +129,8 @@ async fn a_guest_that_hangs_up_or_breaks_the_rules_is_lost() {
 
 #[tokio::test]
 async fn answers_that_make_no_sense_fail_their_call_alone() {
-    let ended = Ended { exit: Exit::Code(0), timed_out: false, oom_kills: 0, usage: Usage::default(), survivors: 0, disk_full: false };
+    let ended =
+        Ended { exit: Exit::Code(0), timed_out: false, oom_kills: 0, usage: Usage::default(), survivors: 0, disk_full: false, strays: 0 };
     let (session, mut guest) = begun().await;
     // Ended before it started; bytes that are no answer; a close without one; and then one that is right.
     let script = shell("true");
@@ -170,8 +171,15 @@ async fn a_guest_that_says_nothing_more_holds_nobody() {
 
 /// Mostly within the rules and with answers that can be read, so that the session gets far; calls 2 and 3 are open.
 fn any_frame() -> impl Strategy<Value = Vec<u8>> {
-    let ended =
-        Ended { exit: Exit::Signal(9), timed_out: true, oom_kills: u64::MAX, usage: Usage::default(), survivors: 7, disk_full: true };
+    let ended = Ended {
+        exit: Exit::Signal(9),
+        timed_out: true,
+        oom_kills: u64::MAX,
+        usage: Usage::default(),
+        survivors: 7,
+        disk_full: true,
+        strays: u32::MAX,
+    };
     let refused = Answer::Refused(Refusal::new(RefusalKind::System, "\x1b[31mred"));
     let answers = [Answer::Started { pid: u32::MAX }, Answer::Ended(ended), Answer::Stats(Stats::default()), refused, Answer::Done];
     let said = (proptest::sample::select(answers.to_vec()), 2u32..4).prop_map(|(said, call)| answer(call, &said));

@@ -40,7 +40,7 @@ proptest! {
     #[test]
     fn cut_and_changed_answers_do_not_panic(at: usize, byte: u8, cut: usize) {
         let usage = Usage { wall_ms: 1 << 40, user_us: 2, system_us: 3, memory_peak_bytes: Some(4) };
-        let mut bytes = encode(&Answer::Ended(Ended { exit: Exit::Code(3), timed_out: true, oom_kills: 1, usage, survivors: 0, disk_full: false }));
+        let mut bytes = encode(&Answer::Ended(Ended { exit: Exit::Code(3), timed_out: true, oom_kills: 1, usage, survivors: 0, disk_full: false, strays: 0 }));
         let (at, cut) = (at % bytes.len(), cut % bytes.len());
         bytes[at] = byte;
         let _ = (decode::<Answer>("answer", &bytes), decode::<Answer>("answer", &bytes[..cut]));

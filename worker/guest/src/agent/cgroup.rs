@@ -141,6 +141,14 @@ impl Group {
         u32::try_from(own).unwrap_or(u32::MAX).saturating_add(below).max(1)
     }
 
+    /// The processes in it and in groups they made below it.
+    pub fn processes(&self) -> Vec<i32> {
+        let own = fs::read_to_string(self.dir.join("cgroup.procs")).unwrap_or_default();
+        let mut found: Vec<i32> = own.lines().filter_map(|line| line.parse().ok()).filter(|pid| *pid > 0).collect();
+        found.extend(subgroups(&self.dir).into_iter().flat_map(|dir| Self { dir }.processes()));
+        found
+    }
+
     /// Processes of it that the kernel ended for want of memory, its own or the machine's.
     pub fn oom_kills(&self) -> u64 {
         number_behind(&self.dir.join("memory.events"), "oom_kill ")

@@ -3,6 +3,7 @@
 //! Owns its process, its streams, its time limit, and the end of everything it started. Telling how it ended is all: what that means is
 //! the host's.
 
+use std::ffi::CString;
 use std::fs::File;
 use std::io::{self, Read, Write};
 use std::os::fd::{AsRawFd, OwnedFd};
@@ -21,6 +22,7 @@ use super::children::Status;
 use super::session::{Call, refused};
 use super::users::{self, Ids};
 use crate::files::below;
+use crate::program::Program;
 
 /// Bytes moved between a pipe and the channel at once: a pipe holds as many.
 const CHUNK_BYTES: usize = 64 * 1024;
@@ -57,7 +59,9 @@ pub fn run(agent: &Agent, call: &Call, exec: &Exec) {
         Err(answer) => return call.finish(&answer),
     };
     call.say(&Answer::Started { pid: running.pid });
-    let (stop, timed_out) = watch(agent, call, exec, running.pid);
+    let (stop, timed_out) = watch(agent, call, exec, &running);
+    // What runs on when the command has ended by itself.
+    let strays = if matches!(stop, Stop::Ended(_)) { running.group.as_ref().map_or(0, Group::members) } else { 0 };
     let status = match stop {
         Stop::Leave => {
             agent.children.forget(running.pid);
@@ -78,7 +82,7 @@ pub fn run(agent: &Agent, call: &Call, exec: &Exec) {
         Some(status) => {
             let disk_full = is_full(exec.cwd.as_deref().unwrap_or("/"));
             let ended = ended(status, running.group.as_ref(), running.started, timed_out, survivors);
-            Answer::Ended(Ended { disk_full, ..ended })
+            Answer::Ended(Ended { disk_full, strays, ..ended })
         }
         None => Answer::Refused(Refusal::new(RefusalKind::System, format!("process {} can't be killed", running.pid))),
     };
@@ -91,7 +95,7 @@ pub fn run(agent: &Agent, call: &Call, exec: &Exec) {
 
 fn start(agent: &Agent, call: &Call, exec: &Exec) -> Result<Running, Answer> {
     let bad = |text: String| Answer::Refused(Refusal::new(RefusalKind::BadRequest, text));
-    let Some((program, arguments)) = exec.argv.split_first().filter(|(program, _)| !program.is_empty()) else {
+    let Some(program) = exec.argv.first().filter(|program| !program.is_empty()) else {
         return Err(bad("a command without a program".to_owned()));
     };
     if exec.env.iter().any(|(name, _)| name.is_empty() || name.contains('=')) {
@@ -107,10 +111,15 @@ fn start(agent: &Agent, call: &Call, exec: &Exec) -> Result<Running, Answer> {
     }
     let group = agent.cgroups.as_ref().map(|cgroups| cgroups.group(&exec.limits)).transpose();
     let group = group.map_err(|e| refused("making a cgroup", &e))?;
+    let text = |text: String| CString::new(text).ok();
+    let words = exec.argv.iter().map(|word| text(word.clone())).collect::<Option<Vec<_>>>();
+    let variables = exec.env.iter().map(|(name, value)| text(format!("{name}={value}"))).collect::<Option<Vec<_>>>();
+    let found = words.zip(variables).and_then(|(words, variables)| Program::new(words, variables));
+    let found = found.ok_or_else(|| bad("a NUL byte in a word or a variable".to_owned()))?;
+    // It never comes to its own exec, which would hand a script without a first line to a shell.
     let mut command = Command::new(program);
-    command.args(arguments).env_clear().envs(exec.env.iter().map(|(name, value)| (name, value)));
     let made = streams(&mut command, exec.input, ids.as_ref()).and_then(|ends| {
-        prepare(&mut command, group.as_ref(), ids, cwd, exec.limits.open_files)?;
+        prepare(&mut command, group.as_ref(), ids, cwd, exec.limits.open_files, found)?;
         Ok(ends)
     });
     let spawned = made.and_then(|ends| Ok((agent.children.spawn(&mut command)?, ends)));
@@ -176,7 +185,14 @@ fn streams(command: &mut Command, input: bool, ids: Option<&Ids>) -> io::Result<
 }
 
 /// Sets what happens in the new process before it becomes the program.
-fn prepare(command: &mut Command, group: Option<&Group>, ids: Option<Ids>, cwd: &str, open_files: Option<u64>) -> io::Result<()> {
+fn prepare(
+    command: &mut Command,
+    group: Option<&Group>,
+    ids: Option<Ids>,
+    cwd: &str,
+    open_files: Option<u64>,
+    program: Program,
+) -> io::Result<()> {
     let entrance: Option<File> = group.map(Group::entrance).transpose()?;
     let cwd = std::ffi::CString::new(cwd)?;
     let check = |result: libc::c_int| if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) };
@@ -199,7 +215,8 @@ fn prepare(command: &mut Command, group: Option<&Group>, ids: Option<Ids>, cwd: 
                 check(libc::setuid(ids.uid))?;
             }
             // As the user: it must be able to be there.
-            check(libc::chdir(cwd.as_ptr()))
+            check(libc::chdir(cwd.as_ptr()))?;
+            Err(io::Error::from_raw_os_error(program.exec()))
         });
     }
     Ok(())
@@ -245,13 +262,13 @@ fn feed(call: &Call, to: OwnedFd) -> io::Result<()> {
 }
 
 /// Waits for the command, its time limit, the host's orders, and the session's end.
-fn watch(agent: &Agent, call: &Call, exec: &Exec, pid: u32) -> (Stop, bool) {
+fn watch(agent: &Agent, call: &Call, exec: &Exec, running: &Running) -> (Stop, bool) {
     let after = |ms: u64| Instant::now().checked_add(Duration::from_millis(ms));
     let mut deadline = exec.timeout_ms.and_then(after);
     let mut timed_out = false;
     loop {
         let next = agent.session.wait(deadline, |state| {
-            if let Some(status) = agent.children.status(pid) {
+            if let Some(status) = agent.children.status(running.pid) {
                 return Some(Ok(Stop::Ended(status)));
             }
             if call.is_over(state) {
@@ -261,14 +278,29 @@ fn watch(agent: &Agent, call: &Call, exec: &Exec, pid: u32) -> (Stop, bool) {
         });
         match next {
             Some(Ok(stop)) => return (stop, timed_out),
-            Some(Err(Order::Signal(signal))) => signal_group(pid, signal),
+            Some(Err(Order::Signal(libc::SIGTERM))) => say_that_time_is_over(running),
+            Some(Err(Order::Signal(signal))) => signal_group(running.pid, signal),
             Some(Err(Order::Kill)) => return (Stop::Kill, timed_out),
             None if deadline.is_none() => {}
             None if timed_out => return (Stop::Kill, true),
             None => {
                 timed_out = true;
-                signal_group(pid, libc::SIGTERM);
+                say_that_time_is_over(running);
                 deadline = after(exec.grace_ms);
+            }
+        }
+    }
+}
+
+/// TERM to everything of the command's, also what left its process group.
+fn say_that_time_is_over(running: &Running) {
+    signal_group(running.pid, libc::SIGTERM);
+    let group = i32::try_from(running.pid).unwrap_or(0);
+    for pid in running.group.iter().flat_map(Group::processes) {
+        // SAFETY: plain system calls, on processes that were in the group a moment ago; those of its process group have it already.
+        unsafe {
+            if libc::getpgid(pid) != group {
+                libc::kill(pid, libc::SIGTERM);
             }
         }
     }
@@ -329,5 +361,5 @@ fn ended(status: Status, group: Option<&Group>, started: Instant, timed_out: boo
         }
         None => Usage { wall_ms, user_us: status.user_us, system_us: status.system_us, memory_peak_bytes: Some(status.memory_peak_bytes) },
     };
-    Ended { exit: status.exit, timed_out, oom_kills: group.map_or(0, Group::oom_kills), usage, survivors, disk_full: false }
+    Ended { exit: status.exit, timed_out, oom_kills: group.map_or(0, Group::oom_kills), usage, survivors, disk_full: false, strays: 0 }
 }

@@ -7,18 +7,24 @@ use std::fs;
 /// As whom a process runs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Ids {
+    /// User.
     pub uid: u32,
+    /// Group.
     pub gid: u32,
+    /// Further groups.
     pub groups: Vec<u32>,
 }
 
 /// Finds `user` or `user:group`, names or numbers. None when one of them is not there.
+#[must_use]
 pub fn find(text: &str) -> Option<Ids> {
     let read = |file| fs::read_to_string(file).unwrap_or_default();
     look_up(text, &read("/etc/passwd"), &read("/etc/group"))
 }
 
-fn look_up(text: &str, passwd: &str, group: &str) -> Option<Ids> {
+/// The same in files that were read.
+#[must_use]
+pub fn look_up(text: &str, passwd: &str, group: &str) -> Option<Ids> {
     let (user, wanted) = text.split_once(':').map_or((text, None), |(user, group)| (user, Some(group)));
     let known = passwd.lines().find_map(|line| {
         let fields: Vec<&str> = line.split(':').collect();

@@ -71,7 +71,7 @@ pub fn start(ready: &Ready, prepared: &Prepared, inside: &InMachine) -> Result<(
     let limits = &prepared.limits;
     let exec = Exec {
         argv: prepared.task.command.clone(),
-        env: super::environment(inside, &ready.image),
+        env: crate::runtime::environment(inside, &ready.image),
         cwd: Some(inside.cwd.clone()),
         user: ready.user.clone(),
         input: prepared.task.stdin.is_some(),
@@ -213,7 +213,7 @@ fn exit(ended: &Ended) -> Exit {
         oom: ended.oom_kills > 0,
         cpu_us: ended.usage.user_us.saturating_add(ended.usage.system_us),
         memory_bytes_max: ended.usage.memory_peak_bytes.unwrap_or(0),
-        strays: 0,
+        strays: ended.strays,
         disk_full: ended.disk_full,
     }
 }

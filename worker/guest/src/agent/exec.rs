@@ -58,15 +58,15 @@ pub fn run(agent: &Agent, call: &Call, exec: &Exec) {
     };
     call.say(&Answer::Started { pid: running.pid });
     let (stop, timed_out) = watch(agent, call, exec, running.pid);
-    let status = match stop {
+    let (status, leave) = match stop {
         Stop::Leave => {
             agent.children.forget(running.pid);
             return call.finish(&Answer::Done);
         }
-        Stop::Ended(status) => Some(status),
-        Stop::Kill => None,
+        Stop::Ended(status) => (Some(status), exec.leave),
+        Stop::Kill => (None, false),
     };
-    let survivors = kill_tree(&running);
+    let survivors = if leave { running.group.as_ref().map_or(0, Group::members) } else { kill_tree(&running) };
     // What was killed ends at once.
     let deadline = Some(Instant::now() + DRAIN_WAIT);
     let status = status.or_else(|| agent.session.wait(deadline, |_| agent.children.status(running.pid)));

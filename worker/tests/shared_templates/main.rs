@@ -16,5 +16,9 @@ mod leases;
 mod measured;
 #[path = "../nats/mod.rs"]
 mod nats;
+#[expect(dead_code, reason = "shared with tests of other tiers")]
+#[path = "../support/mod.rs"]
+mod support;
 mod taken_over;
+mod tasks;
 mod workers;

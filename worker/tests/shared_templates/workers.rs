@@ -304,7 +304,7 @@ async fn a_warm_ups_processes_live_on_only_where_they_are_declared_and_its_failu
         assert_eq!((shown.recipe.keep_processes, shown.kept_processes), (keep, u32::from(keep)));
     }
     // One that fails, one that never ends: one build of two workers, one error.
-    for (script, secs, says) in [("echo no use >&2; exit 5", 100, "ended with exit code 5"), ("sleep 1000", 8, "it was at its warm-up")] {
+    for (script, secs, says) in [("echo no use >&2; exit 5", 100, "ended with exit code 5"), ("sleep 1000", 25, "it was at its warm-up")] {
         let recipe = Recipe { warm_up: vec![shell(script)], ..plain.recipe.clone() };
         let (one, two) = (shelf("w1").await, shelf("w2").await);
         let (first, second) = futures::join!(one.get(&recipe, || build(secs)), two.get(&recipe, || build(secs)));

@@ -124,7 +124,7 @@ impl From<WorkerError> for Failed {
             WorkerError::Dir { source, .. } => of_io(source),
             WorkerError::Locked { .. } => Exit::Conflict,
             WorkerError::Predecessor(_) | WorkerError::Cgroup(_) | WorkerError::Spawner(_) => Exit::Internal,
-            WorkerError::Machines(_) => Exit::NotConfigured,
+            WorkerError::Machines(_) | WorkerError::Containers(_) | WorkerError::Share(_) => Exit::NotConfigured,
             WorkerError::Bus(_) => Exit::Unavailable,
         };
         Self::new(exit, chain(&error))

@@ -17,7 +17,7 @@ use volley_jobspecs::observe::Observing;
 use volley_jobspecs::wire::plan::Isolation;
 use volley_store::{Store, StoreConfig};
 use volley_worker::vmm::spawner::MachineSpawner;
-use volley_worker::{Config, NatsBus, S3Objects, Spawner, users};
+use volley_worker::{Config, NatsBus, S3Objects, ShareConfig, Spawner, users};
 
 use crate::failed::{Ended, Failed};
 
@@ -136,7 +136,9 @@ pub fn tiers(names: &[String], null: bool) -> Result<Vec<Isolation>, Failed> {
     for name in names {
         let known = [Isolation::Null, Isolation::Process, Isolation::Container, Isolation::Microvm];
         let tier = known.into_iter().find(|tier| tier.as_str() == name);
-        tiers.push(tier.ok_or_else(|| Failed::new(Exit::BadSpec, format!("--isolation {name}: this build has process and microvm")))?);
+        tiers.push(
+            tier.ok_or_else(|| Failed::new(Exit::BadSpec, format!("--isolation {name}: this build has process, container and microvm")))?,
+        );
     }
     if null && !tiers.contains(&Isolation::Null) {
         tiers.push(Isolation::Null);
@@ -147,7 +149,8 @@ pub fn tiers(names: &[String], null: bool) -> Result<Vec<Isolation>, Failed> {
 /// Whom tasks run as: who was named; as root, without, a user of its own for each slot.
 pub fn set_users(config: &mut Config, args: &UserArgs) -> Result<(), Failed> {
     let named = args.task_users.or(args.task_user);
-    let root = rustix::process::geteuid().is_root() && config.isolation.contains(&Isolation::Process);
+    let root = rustix::process::geteuid().is_root()
+        && [Isolation::Process, Isolation::Container].iter().any(|tier| config.isolation.contains(tier));
     config.task_user = match named {
         None if root => Some(users::for_slots(config.slots).map_err(Failed::arguments)?),
         named => named,
@@ -165,6 +168,8 @@ pub fn set_machines(config: &mut Config, args: MachineArgs, spawner: Option<Mach
     machines.modules = args.guest_modules;
     machines.agent = args.guest_agent;
     machines.spawner = spawner;
+    machines.share = args.template_keys.map(ShareConfig::new);
+    config.containers.runtime = args.container_runtime;
 }
 
 /// Runs a worker until it has drained.

@@ -34,6 +34,7 @@ use crate::io::log::{Log, LogError, Shape};
 use crate::io::objects::Objects;
 use crate::io::restore::{self, RestoreError};
 use crate::io::rocks::Watch;
+use crate::io::templates;
 use crate::metrics::Metrics;
 
 /// Pause between two tries to reach NATS at the start.
@@ -250,6 +251,7 @@ impl Ground {
         let api = tokio::spawn(listen::serve(listener, api::router(app.clone()), self.config.limits, stop.clone()));
         let collector = Collector { handle: handle.clone(), store: self.store.clone(), collect: self.config.collect };
         let collector = tokio::spawn(collector.run(stop.clone()));
+        templates::make(self.log.context()).await;
         let levels = Levels::new(self.log.context().clone(), self.log.replicas);
         let (store, dir, every) = (self.store.clone(), self.config.data_dir.clone(), self.config.checkpoints);
         let keeper = tokio::spawn(Keeper { handle, store, dir, name, every, levels }.run(stop.clone()));

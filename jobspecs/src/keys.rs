@@ -129,3 +129,39 @@ pub fn checkpoint_file(name: &str) -> String {
 
 /// The cluster's identity, written once.
 pub const CLUSTER: &str = "volley/cluster.json";
+
+/// Prefix of shared templates, when none is configured.
+pub const TEMPLATES: &str = "templates/";
+
+/// Prefix of one owner's shared templates: a tenant's, or everybody's. No tenant's is the beginning of another's.
+#[must_use]
+pub fn templates_of(prefix: &str, tenant: Option<&TenantId>) -> String {
+    match tenant {
+        Some(tenant) => format!("{prefix}tenants/{tenant}/"),
+        None => format!("{prefix}public/"),
+    }
+}
+
+/// Prefix of the manifests of an owner's shared templates.
+#[must_use]
+pub fn template_manifests(owner: &str) -> String {
+    format!("{owner}manifests/")
+}
+
+/// The manifest of a shared template, by its name in hex.
+#[must_use]
+pub fn template_manifest(owner: &str, name: &str) -> String {
+    format!("{owner}manifests/{name}")
+}
+
+/// Prefix of the chunks of an owner's shared templates.
+#[must_use]
+pub fn template_chunks(owner: &str) -> String {
+    format!("{owner}chunks/")
+}
+
+/// A chunk of an owner's shared templates, by its name in hex.
+#[must_use]
+pub fn template_chunk(owner: &str, name: &str) -> String {
+    format!("{owner}chunks/{name}")
+}

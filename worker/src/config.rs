@@ -6,9 +6,12 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use volley_jobspecs::ids::WorkerId;
+use volley_jobspecs::keys;
 use volley_jobspecs::observe::Observing;
 use volley_jobspecs::wire::plan::Isolation;
 
+use crate::template::share::Sharing;
+use crate::template::step::Steps;
 use crate::vmm::spawner::MachineSpawner;
 
 /// Most slots of a worker: each has a shim process and three directories once it was used.
@@ -102,8 +105,32 @@ pub struct MachineConfig {
     pub standby_of_one_max: Option<u32>,
     /// Longest time for building a template, in milliseconds.
     pub build_ms_max: u64,
+    /// How templates are shared with the cluster's other workers; not at all when nothing is said.
+    pub share: Option<ShareConfig>,
+    /// The same, opened. `run_on_nats` does it when it is not there; for tests, and for whoever has no NATS client of a worker.
+    pub sharing: Option<Sharing>,
+    /// Who is told how far templates are.
+    pub steps: Option<Steps>,
     /// Starts machines; made at the start when none is given, which costs more the larger this process is. Make it first thing in `main`.
     pub spawner: Option<MachineSpawner>,
+}
+
+/// How templates are shared.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ShareConfig {
+    /// The cluster's keys for templates, the same on all its workers: one a line, 64 hexadecimal digits, the first is written with. Only its
+    /// owner may read the file.
+    pub key_file: PathBuf,
+    /// What their objects' keys begin with in the cluster's bucket: empty, or ending in `/`. The same on all workers.
+    pub prefix: String,
+}
+
+impl ShareConfig {
+    /// With this key file, at the usual place of the bucket.
+    #[must_use]
+    pub fn new(key_file: PathBuf) -> Self {
+        Self { key_file, prefix: keys::TEMPLATES.to_owned() }
+    }
 }
 
 impl MachineConfig {
@@ -121,6 +148,9 @@ impl MachineConfig {
             standby_bytes_max: total_memory() / 8,
             standby_of_one_max: None,
             build_ms_max: BUILD_MS_MAX,
+            share: None,
+            sharing: None,
+            steps: None,
             spawner: None,
         }
     }
@@ -170,6 +200,12 @@ impl Config {
         if self.isolation.is_empty() {
             return Err(ConfigError::NoIsolation);
         }
+        if let Some(ShareConfig { prefix, .. }) = &self.machines.share
+            && !(prefix.is_empty()
+                || prefix.strip_suffix('/').is_some_and(|path| path.split('/').all(|part| !matches!(part, "" | "." | ".."))))
+        {
+            return Err(ConfigError::SharePrefix);
+        }
         if self.task_user_per_slot {
             let (uid, gid) = self.task_user.unwrap_or_default();
             // All ones means "no change" to the kernel.
@@ -193,6 +229,9 @@ pub enum ConfigError {
     /// Beat out of range.
     #[error("a worker beats every {BEAT_MS_MIN} to {BEAT_MS_MAX} ms, not every {0}")]
     Beat(u64),
+    /// Where no object can lie.
+    #[error("the prefix of shared templates is empty or ends in `/`, and none of its parts is empty, `.` or `..`; templates/ is usual")]
+    SharePrefix,
     /// Nothing to offer.
     #[error("a worker must offer at least one isolation tier: null, process, container or microvm")]
     NoIsolation,

@@ -11,6 +11,7 @@ use crate::containers::ContainersError;
 use crate::machines::MachinesError;
 use crate::ports::BusError;
 use crate::spawner::SpawnerError;
+use crate::template::keys::KeysError;
 
 /// An error with its causes in one line: the last one says what really happened. What an error says of its cause itself stands there once.
 #[must_use]
@@ -77,6 +78,9 @@ pub enum RunError {
     /// Machines are offered and can't be made.
     #[error("machines: {0}; or leave `microvm` out of the worker's isolation")]
     Machines(#[from] MachinesError),
+    /// Templates are to be shared and can't be.
+    #[error("sharing templates: {0}; or leave the key file out of the worker's configuration, and each worker builds its own")]
+    Share(#[from] KeysError),
     /// The bus can't be listened to.
     #[error("listening for work: {0}")]
     Bus(#[from] BusError),

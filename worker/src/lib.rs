@@ -51,9 +51,10 @@ use futures::future::BoxFuture;
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::task::JoinHandle;
 use tokio_util::task::AbortOnDropHandle;
+use volley_jobspecs::wire::plan::Isolation;
 use volley_jobspecs::wire::work::WorkerInfo;
 
-pub use config::{Config, ContainerConfig, MachineConfig};
+pub use config::{Config, ContainerConfig, MachineConfig, ShareConfig};
 pub use control::{Control, Handle, Status, control};
 pub use error::{RunError, chain};
 pub use io::nats::NatsBus;
@@ -66,6 +67,7 @@ use inputs::Inputs;
 use job::Pages;
 use offer::Offer;
 use ports::{Bus, Objects};
+use template::share::Sharing;
 
 /// Runs a worker until it has left. `spawner` was made first thing in `main`; without one, and if the worker offers `process` or
 /// `container`, it is made here, which costs more the larger this process is.
@@ -135,13 +137,20 @@ pub async fn run<B: Bus, O: Objects>(
 /// [`run`] over NATS and S3. Boxed: an `async fn` is compiled where it is awaited, and so the whole worker with the binary, not with how this
 /// crate is optimised.
 pub fn run_on_nats(
-    config: Config,
+    mut config: Config,
     bus: NatsBus,
     objects: S3Objects,
     spawner: Option<Spawner>,
     control: Control,
 ) -> BoxFuture<'static, Result<(), RunError>> {
-    Box::pin(run(config, bus, objects, spawner, control))
+    Box::pin(async move {
+        let (machines, microvm) = (&mut config.machines, config.isolation.contains(&Isolation::Microvm));
+        if let (Some(share), true, None) = (&machines.share, microvm, &machines.sharing) {
+            let sharing = Sharing::open(share, config.name.as_str(), &config.build, objects.own(), bus.client());
+            machines.sharing = Some(sharing?);
+        }
+        run(config, bus, objects, spawner, control).await
+    })
 }
 
 /// What the core is told of this worker. `limits`: they can be enforced.

@@ -25,7 +25,7 @@ use crate::template::{BuildError, Builder, Owner, Recipe, Template, Templates};
 use crate::vmm::kvm;
 use crate::vmm::qemu::Qemu;
 use crate::vmm::spawner::{MachineSpawner, SpawnError};
-use crate::vmm::{Size, Vmm, VmmError};
+use crate::vmm::{Size, Vmm, VmmError, processor};
 
 pub use scratch::{ScratchDisk, ScratchDisks, ScratchError};
 
@@ -98,6 +98,8 @@ pub struct Machines {
     kernel_hash: [u8; 32],
     initrd: PathBuf,
     initrd_hash: [u8; 32],
+    /// The host's processor, where machines depend on it.
+    processor: String,
     templates: Templates,
     build_time: Duration,
     proofs: Mutex<VecDeque<[u8; 32]>>,
@@ -129,6 +131,8 @@ impl Machines {
         for missing in &vmm.capabilities().missing {
             tracing::warn!("machines are not shut off from {missing}; run the worker as root for that");
         }
+        let processor =
+            processor::of_host(vmm.capabilities().identity.accelerator).map_err(at("reading", Path::new(processor::CPUINFO)))?;
         let kernel = kernel::find(config.kernel.as_deref(), &Places::of_process())?;
         let hash = |path: &Path| std::fs::read(path).map(|bytes| *blake3::hash(&bytes).as_bytes());
         let kernel_hash = hash(&kernel.path).map_err(at("reading the kernel", &kernel.path))?;
@@ -153,7 +157,8 @@ impl Machines {
             kernel_hash,
             initrd,
             initrd_hash,
-            templates: Templates::new(config.templates_bytes_max),
+            processor,
+            templates: Templates::new(config.templates_bytes_max).with(config.sharing.clone(), config.steps.clone()),
             build_time: Duration::from_millis(config.build_ms_max),
             proofs: Mutex::default(),
         })
@@ -178,6 +183,7 @@ impl Machines {
             warm_up: Vec::new(),
             keep_processes: false,
             vmm: self.vmm.capabilities().identity.clone(),
+            processor: self.processor.clone(),
         };
         let mut template = self.templates.get(&recipe, || self.builder(&note)).await;
         if let Err(why) = &template

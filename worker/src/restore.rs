@@ -15,6 +15,7 @@ use crate::machines::{ScratchError, TemplateError};
 use crate::prepare::Prepared;
 use crate::runtime::Machine;
 use crate::spawner::SpawnerError;
+use crate::template::BuildError;
 use crate::vmm::VmmError;
 
 /// Why a machine is not ready.
@@ -88,6 +89,7 @@ impl RestoreError {
     #[must_use]
     pub fn class(&self) -> FailureClass {
         match self {
+            Self::Template(TemplateError::Build(why)) if matches!(**why, BuildError::Away(_)) => FailureClass::StorageFailed,
             Self::Spawner(_)
             | Self::Limits(_)
             | Self::NotPrepared

@@ -1,15 +1,24 @@
 //! Templates: a machine booted once, warmed up, saved; and whoever asks for one gets it from memory.
 //!
 //! Owns what a template is and its name ([`Recipe`]), one build of each at a time on a host, and keeping them in memory within a budget.
-//! How one is built is in `template/build`, what is kept in `template/shelf` (pure). Does not own images or VMMs, nor who may use which
-//! template: whoever asks has looked that its tenant may use the image.
+//! How one is built is in `template/build`, what is kept in `template/shelf` (pure), how the workers of a cluster share them in
+//! `template/share`. Does not own images or VMMs, nor who may use which template: whoever asks has looked that its tenant may use the image.
 //!
-//! A template is three files: the root disk (from the image), [`Template::memory`] and [`Template::state`]. Those two, with the recipe, are
-//! what another host needs to restore from it; sending them there is not built yet.
+//! A template is three files: the root disk (from the image), [`Template::memory`] and [`Template::state`]. Those two are shared; the root
+//! disk is not, since each worker makes it from the image, and its hash is part of the recipe.
 
 mod build;
+pub mod chunks;
+pub mod claim;
+pub mod depot;
+pub mod index;
+pub mod keys;
+pub mod lease;
+pub mod manifest;
 mod recipe;
+pub mod share;
 mod shelf;
+pub mod step;
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -20,7 +29,9 @@ use futures::future::{BoxFuture, Shared};
 
 use crate::vmm::Snapshot;
 use crate::vmm::files::Frozen;
+use share::{Obtained, Sharing};
 use shelf::Shelf;
+use step::{Phase, Steps, Teller};
 
 pub use build::{BuildError, Builder, last_lines};
 pub use recipe::{Owner, Recipe, TemplateName, WarmUp};
@@ -80,13 +91,23 @@ struct State {
 #[derive(Debug, Clone)]
 pub struct Templates {
     state: Arc<Mutex<State>>,
+    sharing: Option<Sharing>,
+    steps: Option<Steps>,
 }
 
 impl Templates {
     /// None yet; they may take so much of the host's memory.
     #[must_use]
     pub fn new(bytes_max: u64) -> Self {
-        Self { state: Arc::new(Mutex::new(State { shelf: Shelf::new(bytes_max), places: BTreeMap::new() })) }
+        let state = State { shelf: Shelf::new(bytes_max), places: BTreeMap::new() };
+        Self { state: Arc::new(Mutex::new(state)), sharing: None, steps: None }
+    }
+
+    /// The same, shared with the cluster's other workers, where it is said how; and with somebody who is told of steps, if there is one.
+    #[must_use]
+    pub fn with(mut self, sharing: Option<Sharing>, steps: Option<Steps>) -> Self {
+        (self.sharing, self.steps) = (sharing, steps);
+        self
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -94,8 +115,8 @@ impl Templates {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The template of a recipe, which is built if it is not there. Whoever else asks meanwhile waits for the same build, and gets the same
-    /// error. A build goes on when nobody waits any more.
+    /// The template of a recipe, which is fetched or built if it is not there. Whoever else asks meanwhile waits for the same one, and gets
+    /// the same error. A build goes on when nobody waits any more.
     ///
     /// # Errors
     /// [`BuildError`].
@@ -112,7 +133,10 @@ impl Templates {
                 Some(Place::Failed(why, at)) if at.elapsed() < FAILURE_KEPT => return Err(why.clone()),
                 Some(Place::Building(building)) => building.clone(),
                 Some(Place::Failed(..)) | None => {
-                    make_room(state, &name, recipe.size.memory_bytes).map_err(|why| Arc::new(BuildError::NoRoom(why)))?;
+                    // What is fetched takes less than what is built, and which of them it is turns out later.
+                    if self.sharing.is_none() {
+                        make_room(state, &name, recipe.size.memory_bytes).map_err(|why| Arc::new(BuildError::NoRoom(why)))?;
+                    }
                     let building = self.begin(name, recipe.clone(), build());
                     state.places.insert(name, Place::Building(building.clone()));
                     building
@@ -144,25 +168,28 @@ impl Templates {
         let this = self.clone();
         // A task of its own: it must not end with whoever asked first.
         let built = tokio::spawn(async move {
-            tracing::info!(template = %name, "building a template");
+            let teller = Teller::new(this.steps.clone(), name);
             let begun = Instant::now();
-            let built = builder.build(&recipe).await;
-            let mut state = this.lock();
-            let State { shelf, places } = &mut *state;
-            match built {
-                Ok((snapshot, kept_processes)) => {
-                    let template = Arc::new(Template { name, recipe, snapshot, kept_processes });
-                    let bytes = template.bytes();
-                    shelf.settle(&name, bytes);
-                    places.insert(name, Place::Ready(template.clone()));
-                    tracing::info!(template = %name, bytes, ms = begun.elapsed().as_millis(), "template built");
-                    Ok(template)
+            let obtained = match &this.sharing {
+                Some(sharing) => {
+                    let room = |bytes| make_room(&mut this.lock(), &name, bytes);
+                    sharing.obtain(&recipe, &builder, &teller, &room).await
                 }
+                None => share::alone(&recipe, &builder, &teller).await,
+            };
+            match obtained {
+                Ok(obtained) => Ok(this.put(name, recipe, obtained, begun, teller)),
                 Err(why) => {
                     tracing::error!(template = %name, "{}", crate::chain(&why));
+                    teller.tell(Phase::Failed(crate::chain(&why)));
                     let why = Arc::new(why);
-                    shelf.remove(&name);
-                    places.insert(name, Place::Failed(why.clone(), Instant::now()));
+                    let mut state = this.lock();
+                    state.shelf.remove(&name);
+                    match *why {
+                        // There is room again as soon as a machine ends.
+                        BuildError::NoRoom(_) => state.places.remove(&name),
+                        _ => state.places.insert(name, Place::Failed(why.clone(), Instant::now())),
+                    };
                     Err(why)
                 }
             }
@@ -180,6 +207,27 @@ impl Templates {
         }
         .boxed()
         .shared()
+    }
+
+    /// Keeps a template that is there now, and sends it to the others if it was built here.
+    fn put(&self, name: TemplateName, recipe: Recipe, obtained: Obtained, begun: Instant, teller: Teller) -> Arc<Template> {
+        let Obtained { snapshot, kept_processes, publish } = obtained;
+        let template = Arc::new(Template { name, recipe, snapshot, kept_processes });
+        let bytes = template.bytes();
+        let mut state = self.lock();
+        state.shelf.settle(&name, bytes);
+        state.places.insert(name, Place::Ready(template.clone()));
+        drop(state);
+        tracing::info!(template = %name, bytes, ms = begun.elapsed().as_millis(), "the template is ready");
+        match (&self.sharing, publish) {
+            (Some(sharing), Some(publish)) => {
+                // Nobody waits for it here; as long as it lasts, the template is in use and does not go.
+                let (sharing, template) = (sharing.clone(), template.clone());
+                tokio::spawn(async move { sharing.publish(&template, publish, &teller).await });
+            }
+            _ => teller.tell(Phase::Ready),
+        }
+        template
     }
 }
 

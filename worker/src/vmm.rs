@@ -11,6 +11,7 @@ pub mod console;
 pub mod files;
 pub mod firecracker;
 pub mod kvm;
+pub mod processor;
 pub mod qemu;
 pub mod spawner;
 

@@ -3,9 +3,11 @@
 //! Wants `nats-server` in PATH or named by NATS_SERVER; without it the NATS tests say so and pass.
 #![expect(clippy::unwrap_used, reason = "a test says with a panic that it failed")]
 
+#[expect(dead_code, reason = "shared with tests of leases")]
+mod nats;
+
 use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::path::Path;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -27,67 +29,10 @@ use volley_store::{Store, StoreConfig};
 use volley_worker::ports::{ObjectName, Objects};
 use volley_worker::{Config, NatsBus, S3Objects};
 
+use nats::Nats;
+
 fn sha256(bytes: &[u8]) -> String {
     hex::encode(Sha256::digest(bytes))
-}
-
-fn nats_server() -> Option<PathBuf> {
-    if let Some(path) = std::env::var_os("NATS_SERVER") {
-        return Some(path.into());
-    }
-    let path = std::env::var_os("PATH")?;
-    std::env::split_paths(&path).map(|dir| dir.join("nats-server")).find(|file| file.is_file())
-}
-
-struct Nats {
-    binary: PathBuf,
-    dir: tempfile::TempDir,
-    port: u16,
-    child: Child,
-}
-
-impl Nats {
-    fn start() -> Option<Self> {
-        let Some(binary) = nats_server() else {
-            eprintln!("skipped: no nats-server in PATH");
-            return None;
-        };
-        let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
-        let dir = tempfile::tempdir().unwrap();
-        let child = Self::spawn(&binary, dir.path(), port);
-        Some(Self { binary, dir, port, child })
-    }
-
-    fn spawn(binary: &Path, dir: &Path, port: u16) -> Child {
-        Command::new(binary)
-            .args(["-a", "127.0.0.1", "-p", &port.to_string(), "-js", "-sd"])
-            .arg(dir)
-            .stdout(Stdio::null())
-            .stderr(Stdio::null())
-            .spawn()
-            .unwrap()
-    }
-
-    async fn client(&self) -> async_nats::Client {
-        let options = async_nats::ConnectOptions::new().retry_on_initial_connect().reconnect_delay_callback(|_| Duration::from_millis(50));
-        options.connect(format!("127.0.0.1:{}", self.port)).await.unwrap()
-    }
-
-    fn kill(&mut self) {
-        self.child.kill().unwrap();
-        self.child.wait().unwrap();
-    }
-
-    fn restart(&mut self) {
-        self.child = Self::spawn(&self.binary, self.dir.path(), self.port);
-    }
-}
-
-impl Drop for Nats {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
 }
 
 async fn bucket(dir: &Path) -> (EmbeddedServer, S3Objects) {

@@ -11,3 +11,4 @@ pub mod objects;
 pub mod restore;
 pub mod rocks;
 pub mod stream;
+pub mod templates;

@@ -155,6 +155,11 @@ pub struct Exec {
     #[n(7)]
     #[cbor(default)]
     pub limits: Limits,
+    /// When it ends by itself, what it started lives on: for the warm-up of a template that keeps processes. Agents before this kill it, as
+    /// they do where this is false.
+    #[n(8)]
+    #[cbor(default)]
+    pub leave: bool,
 }
 
 /// As whom a command runs.

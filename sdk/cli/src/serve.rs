@@ -28,7 +28,7 @@ pub struct UpArgs {
     /// Tasks (bundles) run at once. Default: one a core.
     #[arg(long, env = "VOLLEY_SLOTS", value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub slots: Option<u32>,
-    /// Isolation tiers to offer: process, microvm. May be repeated.
+    /// Isolation tiers to offer: process, container, microvm. May be repeated.
     #[arg(long = "isolation", env = "VOLLEY_ISOLATION", value_delimiter = ',', default_value = "process", value_name = "TIER")]
     pub isolation: Vec<String>,
     /// Whom tasks run as.
@@ -197,7 +197,7 @@ pub struct WorkerArgs {
     /// A label that specs can ask for. May be repeated.
     #[arg(long = "label", value_name = "KEY=VALUE", value_parser = units::pair)]
     pub labels: Vec<(String, String)>,
-    /// Isolation tiers to offer: process, microvm. May be repeated.
+    /// Isolation tiers to offer: process, container, microvm. May be repeated.
     #[arg(long = "isolation", env = "VOLLEY_ISOLATION", value_delimiter = ',', default_value = "process", value_name = "TIER")]
     pub isolation: Vec<String>,
     /// Whom tasks run as.
@@ -211,12 +211,19 @@ pub struct WorkerArgs {
     pub null: bool,
 }
 
-/// What the machines of `--isolation microvm` are made of.
+/// What the machines of `--isolation microvm` and the containers of `--isolation container` are made of.
 #[derive(Debug, Clone, Args)]
 pub struct MachineArgs {
     /// Where images lie (`volley image`). Default: `images` in the worker's directory.
     #[arg(long, env = "VOLLEY_IMAGES", value_name = "DIR", help_heading = "microVMs")]
     pub images: Option<PathBuf>,
+    /// The OCI runtime of containers: crun, runc or runsc, by name or path. Default: crun.
+    #[arg(long, env = "VOLLEY_CONTAINER_RUNTIME", value_name = "PROGRAM", help_heading = "containers")]
+    pub container_runtime: Option<PathBuf>,
+    /// Shares machines' snapshots over the bucket. Sealed with the keys in this file, the same on all workers: one a line, 64 hexadecimal digits
+    /// (`openssl rand -hex 32`), the first is written with.
+    #[arg(long, env = "VOLLEY_TEMPLATE_KEYS", value_name = "FILE", help_heading = "microVMs")]
+    pub template_keys: Option<PathBuf>,
     /// QEMU. Default: where distributions put it.
     #[arg(long, env = "VOLLEY_QEMU", value_name = "FILE", help_heading = "microVMs")]
     pub qemu: Option<PathBuf>,

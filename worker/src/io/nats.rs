@@ -48,6 +48,12 @@ impl NatsBus {
         Self { client, log }
     }
 
+    /// Its client.
+    #[must_use]
+    pub fn client(&self) -> Client {
+        self.client.clone()
+    }
+
     async fn request(&self, subject: String, bytes: Bytes, trace: Option<TraceContext>, time: Duration) -> Result<Bytes, BusError> {
         let request = Request::new().payload(bytes);
         let request = match trace {

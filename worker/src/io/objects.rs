@@ -43,6 +43,12 @@ impl S3Objects {
         Self { own: own.with_retry(config.retry), config, others: Arc::default() }
     }
 
+    /// The cluster's own bucket.
+    #[must_use]
+    pub fn own(&self) -> &Store {
+        &self.own
+    }
+
     async fn store(&self, bucket: Option<&str>) -> Result<Store, ObjectError> {
         let Some(bucket) = bucket.filter(|bucket| *bucket != self.own.bucket() || !self.own.prefix().is_empty()) else {
             return Ok(self.own.clone());

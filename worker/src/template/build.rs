@@ -11,6 +11,7 @@ use tokio::time::Instant;
 use volley_jobspecs::wire::guest::mux::Channel;
 use volley_jobspecs::wire::guest::{Exec, Exit};
 
+use super::depot::DepotError;
 use super::{NoRoom, Recipe};
 use crate::guest::{Guest, GuestError};
 use crate::vmm::{Boot, Snapshot, Vm, Vmm, VmmError};
@@ -80,6 +81,35 @@ pub enum BuildError {
     /// A mistake of ours.
     #[error("building a template ended: {0}; the worker's log says where")]
     Ended(String),
+    /// It is shared, and the bucket does not give it.
+    #[error("fetching a template failed: {0}")]
+    Away(Box<DepotError>),
+    /// Another worker could not build it a moment ago.
+    #[error("worker {by} could not build the template, which stands for {for_s} s at most: {reason}")]
+    Elsewhere {
+        /// Which worker.
+        by: String,
+        /// What it said.
+        reason: String,
+        /// How long that stands.
+        for_s: u64,
+    },
+}
+
+impl BuildError {
+    /// Would it fail on every worker? Else it is this host's own trouble.
+    #[must_use]
+    pub fn is_recipes(&self) -> bool {
+        match self {
+            Self::WarmUp { .. } | Self::Guest { .. } | Self::Late { .. } => true,
+            Self::Vmm { source, .. } => match source {
+                VmmError::Refused { .. } | VmmError::Silent { .. } | VmmError::Nonsense { .. } | VmmError::Ended { .. } => true,
+                VmmError::Unusable { .. } | VmmError::Spawn(_) | VmmError::Io { .. } | VmmError::Frozen(_) => false,
+                VmmError::Other { .. } | VmmError::Slot(_) => false,
+            },
+            Self::NoRoom(_) | Self::File { .. } | Self::Random(_) | Self::Ended(_) | Self::Away(_) | Self::Elsewhere { .. } => false,
+        }
+    }
 }
 
 /// Builds one.
@@ -112,20 +142,20 @@ impl Builder {
     /// [`BuildError`]; nothing is left of the machine.
     pub async fn build(&self, recipe: &Recipe) -> Result<(Snapshot, u32), BuildError> {
         let build = Build { builder: self, deadline: Instant::now() + self.time_max };
-        let root = File::open(&self.root).map_err(|source| BuildError::File { path: self.root.clone(), source })?;
+        let root = self.open_root()?;
         let boot = Boot {
             size: recipe.size,
             kernel: self.kernel.clone(),
             initrd: Some(self.initrd.clone()),
             words: recipe.words.clone(),
-            root: Some(Arc::new(root)),
+            root: Some(root),
             cgroups: Vec::new(),
         };
         let vm = build.vmm("starting the machine", None, self.vmm.boot(boot)).await?;
         let guest = build.session(&*vm, "the machine's boot", false).await?;
         for warm_up in &recipe.warm_up {
             let env = self.env.iter().chain(&warm_up.env).cloned().collect();
-            let exec = Exec { argv: warm_up.argv.clone(), env, ..Exec::default() };
+            let exec = Exec { argv: warm_up.argv.clone(), env, leave: recipe.keep_processes, ..Exec::default() };
             build.warm(&*vm, &guest, &exec).await?;
         }
         let prepared = build.guest("the agent's preparation", &*vm, guest.prepare_snapshot(recipe.keep_processes)).await;
@@ -135,6 +165,22 @@ impl Builder {
         drop(stream);
         build.trial(&snapshot).await?;
         Ok((snapshot, kept))
+    }
+
+    /// Opens the image's root disk.
+    ///
+    /// # Errors
+    /// [`BuildError::File`].
+    pub fn open_root(&self) -> Result<Arc<File>, BuildError> {
+        File::open(&self.root).map(Arc::new).map_err(|source| BuildError::File { path: self.root.clone(), source })
+    }
+
+    /// Restores a machine from a snapshot that came from elsewhere, and hears its agent. Nothing is left of it.
+    ///
+    /// # Errors
+    /// [`BuildError`].
+    pub async fn prove(&self, snapshot: &Snapshot, time_max: Duration) -> Result<(), BuildError> {
+        Build { builder: self, deadline: Instant::now() + time_max }.trial(snapshot).await
     }
 }
 

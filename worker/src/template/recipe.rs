@@ -10,7 +10,7 @@ use crate::image::oci::Digest;
 use crate::vmm::{Identity, SLOTS, Size};
 
 /// Changes when the encoding does, or what is done with a recipe.
-const FORMAT: u32 = 1;
+const FORMAT: u32 = 2;
 
 /// Whose a template is.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
@@ -53,6 +53,8 @@ pub struct Recipe {
     pub keep_processes: bool,
     /// The VMM: version, machine type, accelerator, processor model, list of devices.
     pub vmm: Identity,
+    /// The host's processor, where the guest's depends on it ([`crate::vmm::processor`]); empty where it is emulated.
+    pub processor: String,
 }
 
 /// A template's name: the BLAKE3 of its recipe.
@@ -76,7 +78,7 @@ impl Recipe {
     #[must_use]
     pub fn name(&self) -> TemplateName {
         // All fields, by name: one that is added is not forgotten here.
-        let Self { owner, image, root, kernel, initrd, words, size, warm_up, keep_processes, vmm } = self;
+        let Self { owner, image, root, kernel, initrd, words, size, warm_up, keep_processes, vmm, processor } = self;
         let Size { vcpus, memory_bytes } = size;
         let Identity { vmm: kind, version, accelerator, machine, cpu, format } = vmm;
         let mut fields = Fields(blake3::Hasher::new_derive_key("volley template name"));
@@ -110,6 +112,7 @@ impl Recipe {
         fields.put(21, cpu.as_bytes());
         fields.number(22, (*format).into());
         fields.number(23, SLOTS as u64);
+        fields.put(24, processor.as_bytes());
         TemplateName(*fields.0.finalize().as_bytes())
     }
 }
@@ -158,6 +161,7 @@ pub mod tests {
                     accelerator: if accelerator { Accelerator::Kvm } else { Accelerator::Tcg },
                     machine: if kind { "q35" } else { "microvm" }, cpu: if cpu { "max" } else { "host" }, format,
                 },
+                processor: if cpu { String::new() } else { "some".into() },
             }
         }
     }
@@ -181,6 +185,7 @@ pub mod tests {
             12 => new.vmm.machine = "other",
             13 => new.vmm.cpu = "other",
             14 => new.vmm.format += 9,
+            15 => new.processor.push('!'),
             _ => new.vmm.vmm = if new.vmm.vmm == Kind::Qemu { Kind::Firecracker } else { Kind::Qemu },
         }
         new
@@ -189,11 +194,11 @@ pub mod tests {
     proptest! {
         #[test]
         fn every_field_changes_the_name(recipe in recipe()) {
-            let mut names: Vec<TemplateName> = (0..16).map(|field| changed(&recipe, field).name()).collect();
+            let mut names: Vec<TemplateName> = (0..17).map(|field| changed(&recipe, field).name()).collect();
             names.push(recipe.name());
             names.sort();
             names.dedup();
-            prop_assert_eq!(names.len(), 17);
+            prop_assert_eq!(names.len(), 18);
         }
 
         #[test]

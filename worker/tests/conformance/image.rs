@@ -65,5 +65,5 @@ async fn import(store: &Store, change: impl FnOnce(&Path)) -> Result<ImageNote, 
     std::fs::write(files.path().join("etc/passwd"), "root:x:0:0::/:/bin/sh\nann:x:1000:1001::/:/bin/sh\n").unwrap();
     std::fs::write(files.path().join("etc/group"), "root:x:0:\nann:x:1001:\n").unwrap();
     change(files.path());
-    image::import(store, Source::Directory(files.path().to_owned()), Limits::default()).await.map_err(|e| e.to_string())
+    image::import(store, Source::Directory(files.path().to_owned()), None, Limits::default()).await.map_err(|e| e.to_string())
 }

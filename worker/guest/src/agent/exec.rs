@@ -60,17 +60,17 @@ pub fn run(agent: &Agent, call: &Call, exec: &Exec) {
     };
     call.say(&Answer::Started { pid: running.pid });
     let (stop, timed_out) = watch(agent, call, exec, &running);
-    // What runs on when the command has ended by itself.
-    let strays = if matches!(stop, Stop::Ended(_)) { running.group.as_ref().map_or(0, Group::members) } else { 0 };
-    let status = match stop {
+    // What runs on when the command has ended by itself, and is not meant to.
+    let strays = if matches!(stop, Stop::Ended(_)) && !exec.leave { running.group.as_ref().map_or(0, Group::members) } else { 0 };
+    let (status, leave) = match stop {
         Stop::Leave => {
             agent.children.forget(running.pid);
             return call.finish(&Answer::Done);
         }
-        Stop::Ended(status) => Some(status),
-        Stop::Kill => None,
+        Stop::Ended(status) => (Some(status), exec.leave),
+        Stop::Kill => (None, false),
     };
-    let survivors = kill_tree(&running);
+    let survivors = if leave { running.group.as_ref().map_or(0, Group::members) } else { kill_tree(&running) };
     // What was killed ends at once.
     let deadline = Some(Instant::now() + DRAIN_WAIT);
     let status = status.or_else(|| agent.session.wait(deadline, |_| agent.children.status(running.pid)));

@@ -1,0 +1,24 @@
+//! Templates shared over a real S3 server and a real nats-server, and run by a real QEMU.
+//!
+//! What is missing on a machine is said, and its tests pass.
+#![expect(clippy::unwrap_used, reason = "a test says with a panic that it failed")]
+
+mod bucket;
+mod depot;
+#[expect(dead_code, reason = "shared with tests that start QEMU themselves")]
+#[path = "../guest/host.rs"]
+mod host;
+#[path = "../microvm/image.rs"]
+#[expect(dead_code, reason = "shared with tests of tasks")]
+mod image;
+mod index;
+mod leases;
+mod measured;
+#[path = "../nats/mod.rs"]
+mod nats;
+#[expect(dead_code, reason = "shared with tests of other tiers")]
+#[path = "../support/mod.rs"]
+mod support;
+mod taken_over;
+mod tasks;
+mod workers;

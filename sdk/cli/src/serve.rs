@@ -217,7 +217,7 @@ pub struct MachineArgs {
     /// Where images lie (`volley image`). Default: `images` in the worker's directory.
     #[arg(long, env = "VOLLEY_IMAGES", value_name = "DIR", help_heading = "microVMs")]
     pub images: Option<PathBuf>,
-    /// The OCI runtime of containers: crun, runc or runsc, by name or path. Default: crun.
+    /// The OCI runtime of containers. crun, runc or runsc, by name or path. Default: crun.
     #[arg(long, env = "VOLLEY_CONTAINER_RUNTIME", value_name = "PROGRAM", help_heading = "containers")]
     pub container_runtime: Option<PathBuf>,
     /// Shares machines' snapshots over the bucket. Sealed with the keys in this file, the same on all workers: one a line, 64 hexadecimal digits

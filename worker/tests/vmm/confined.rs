@@ -355,7 +355,12 @@ fn without_root_the_rest_is_shut_off() {
         eprintln!("skipped: only root can start somebody else's process");
         return;
     }
-    let ran = Command::new(std::env::current_exe().unwrap())
+    // Where it was built may be shut to others.
+    let dir = tempfile::tempdir().unwrap();
+    fs::set_permissions(dir.path(), fs::Permissions::from_mode(0o755)).unwrap();
+    let program = dir.path().join("test");
+    fs::copy(std::env::current_exe().unwrap(), &program).unwrap();
+    let ran = Command::new(program)
         .args(["--exact", "confined::as_nobody", "--ignored", "--nocapture"])
         .uid(NOBODY)
         .gid(NOBODY)

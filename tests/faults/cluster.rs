@@ -239,8 +239,7 @@ impl Cluster {
         for process in self.processes() {
             let text = process.log_text();
             found.extend(text.lines().filter(|line| line.contains("panicked at")).map(|line| format!("{}: {line}", process.name)));
-            let broken =
-                |status: &str| ["exit status: 101", "SIGABRT", "SIGSEGV"].iter().any(|sign| status.contains(sign));
+            let broken = |status: &str| ["exit status: 101", "SIGABRT", "SIGSEGV"].iter().any(|sign| status.contains(sign));
             let late = process.exits().into_iter().filter(|exit| exit.after > START || broken(&exit.status));
             found.extend(late.map(|exit| format!("{} ended by itself after {:?}: {}", process.name, exit.after, exit.status)));
         }

@@ -20,6 +20,9 @@ use volley_worker::vmm::spawner::MachineSpawner;
 use failed::Failed;
 use serve::Spawners;
 
+/// A worker has one thread for this many cores: one handles some 9,000 tasks a second, more than four cores can start.
+const CORES_PER_THREAD: usize = 4;
+
 fn main() -> ExitCode {
     let cli = match volley_cli::parse(std::env::args_os()) {
         Ok(cli) => cli,
@@ -61,7 +64,11 @@ fn serve(command: ServeCommand, out: Out) -> ExitCode {
         Ok(spawners) => spawners,
         Err(line) => return fail(&line),
     };
-    let runtime = match tokio::runtime::Builder::new_multi_thread().enable_all().build() {
+    let mut builder = tokio::runtime::Builder::new_multi_thread();
+    if let Some(threads) = threads(&command) {
+        builder.worker_threads(threads);
+    }
+    let runtime = match builder.enable_all().build() {
         Ok(runtime) => runtime,
         Err(error) => return fail(&format!("can't start: {error}")),
     };
@@ -73,7 +80,11 @@ fn serve(command: ServeCommand, out: Out) -> ExitCode {
         let done = match command {
             ServeCommand::Up(args) => up::up(args, spawners, telemetry.observer()).await,
             ServeCommand::Coordinator(args) => serve::coordinator(args, telemetry.observer()).await,
-            ServeCommand::Worker(args) => serve::worker(args, spawners, telemetry.observer()).await,
+            ServeCommand::Worker(args) => {
+                // Not on this thread, which is none of the runtime's: each message would wake one thread from another.
+                let worker = tokio::spawn(serve::worker(args, spawners, telemetry.observer()));
+                worker.await.unwrap_or_else(|error| Err(Failed::new(Exit::Internal, format!("the worker broke off: {error}"))))
+            }
             ServeCommand::Log(args) => log::log(args).await,
             ServeCommand::Image(args) => image::image(args, out).await,
         };
@@ -88,6 +99,13 @@ fn serve(command: ServeCommand, out: Out) -> ExitCode {
             exit.into()
         }
     }
+}
+
+/// Threads of the process's own. A worker's cores are its tasks': more threads than it has work for only wake each other, which costs a task
+/// of a millisecond a hundredth of its time. What takes long (files, hashes, compression) has threads of its own anyway.
+fn threads(command: &ServeCommand) -> Option<usize> {
+    let ServeCommand::Worker(_) = command else { return None };
+    std::thread::available_parallelism().ok().map(|cores| (cores.get() / CORES_PER_THREAD).max(1))
 }
 
 /// Who a process is to whoever gets its spans and metrics.

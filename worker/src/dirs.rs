@@ -11,7 +11,7 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use rustix::fs::{FileType, OFlags};
 use seen::Seen;
@@ -33,6 +33,10 @@ const NAMES: [&str; 3] = ["work", "out", "tmp"];
 pub const ROOM_BYTES_MIN: u64 = 4 * 1024 * 1024;
 /// Least number of files that can still be made there: a task's directories and a few files of its own.
 pub const ROOM_FILES_MIN: u64 = 32;
+/// With so many times the least room there is plenty: it is not asked for again within [`PLENTY_LASTS`].
+const PLENTY: u64 = 256;
+/// How long plenty of room is believed in: a disk takes longer to fill that much.
+const PLENTY_LASTS: Duration = Duration::from_millis(100);
 
 /// A disk is full.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -54,6 +58,8 @@ pub struct Dirs {
     closed: bool,
     clean: bool,
     lent: Instant,
+    /// When there was plenty of room.
+    plenty: Option<Instant>,
     seen: [Option<Seen>; 3],
 }
 
@@ -61,7 +67,7 @@ impl Dirs {
     /// The directories below `root`, to belong to `owner` if one is given.
     #[must_use]
     pub fn new(root: PathBuf, owner: Option<(u32, u32)>) -> Self {
-        Self { root, owner, closed: false, clean: false, lent: Instant::now(), seen: [None; 3] }
+        Self { root, owner, closed: false, clean: false, lent: Instant::now(), plenty: None, seen: [None; 3] }
     }
 
     /// The same, which only its owner can enter: users of other slots can't.
@@ -161,15 +167,38 @@ impl Dirs {
         self.clean
     }
 
+    /// Is there room for the next task? Asks the file system only when it has not just seen plenty.
+    ///
+    /// # Errors
+    /// [`Full`].
+    pub fn room_for_next(&mut self) -> Result<(), Full> {
+        let now = Instant::now();
+        if self.plenty.is_some_and(|seen| now.duration_since(seen) < PLENTY_LASTS) {
+            return Ok(());
+        }
+        let Some((bytes, files)) = self.left() else { return Ok(()) };
+        let plenty = bytes / PLENTY >= ROOM_BYTES_MIN && files / PLENTY >= ROOM_FILES_MIN;
+        self.plenty = plenty.then_some(now);
+        self.judge(bytes, files)
+    }
+
     /// Is there room for a task?
     ///
     /// # Errors
     /// [`Full`]. A disk that doesn't say how full it is has room.
     pub fn room(&self) -> Result<(), Full> {
-        let Ok(disk) = rustix::fs::statvfs(&self.root) else { return Ok(()) };
-        let bytes = disk.f_bavail.saturating_mul(disk.f_frsize);
+        self.left().map_or(Ok(()), |(bytes, files)| self.judge(bytes, files))
+    }
+
+    /// Bytes and files left on the disk.
+    fn left(&self) -> Option<(u64, u64)> {
+        let disk = rustix::fs::statvfs(&self.root).ok()?;
         // File systems without a fixed number of files say that they have none at all.
         let files = if disk.f_files == 0 { u64::MAX } else { disk.f_favail };
+        Some((disk.f_bavail.saturating_mul(disk.f_frsize), files))
+    }
+
+    fn judge(&self, bytes: u64, files: u64) -> Result<(), Full> {
         if bytes >= ROOM_BYTES_MIN && files >= ROOM_FILES_MIN {
             return Ok(());
         }

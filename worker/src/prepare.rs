@@ -124,11 +124,11 @@ impl Seen {
 }
 
 /// Waits for room on the disk.
-async fn room(dirs: &Dirs) -> Result<(), Full> {
+async fn room(dirs: &mut Dirs) -> Result<(), Full> {
     let begun = tokio::time::Instant::now();
     let mut said = false;
     loop {
-        match dirs.room() {
+        match dirs.room_for_next() {
             Err(full) if begun.elapsed() < ROOM_WAIT => {
                 if !std::mem::replace(&mut said, true) {
                     tracing::warn!("{full}; tasks wait");

@@ -18,10 +18,11 @@ use std::os::unix::fs::FileExt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use rustix::net::{AddressFamily, SocketFlags, SocketType};
+use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 use volley_jobspecs::wire;
 
-use proto::{MakeShim, PACKET_BYTES_MAX, Reply, Request, Spawn};
+use proto::{MakeShim, PACKET_BYTES_MAX, Reply, Request, RequestOf, Spawn};
 
 /// Longest reply of a shim, in bytes: a number of small fields or one error text.
 const REPLY_BYTES_MAX: usize = 4 * 1024;
@@ -118,8 +119,9 @@ impl Spawner {
         self.ask_zygote(&request, theirs.as_fd())?;
         drop(theirs);
         rustix::io::ioctl_fionbio(&ours, true).map_err(|e| SpawnerError::Socket(e.into()))?;
+        // To read only: whoever waits to write as well is woken each time the shim takes a request.
         // SAFETY: an OwnedFd always names the same open descriptor.
-        let socket = unsafe { AsyncFd::register(ours) }.map_err(|e| SpawnerError::Socket(e.into()))?;
+        let socket = unsafe { AsyncFd::register_with_interest(ours, Interest::READABLE) }.map_err(|e| SpawnerError::Socket(e.into()))?;
         let shim = Shim { socket };
         match shim.reply().await? {
             Reply::Ready => Ok(shim),
@@ -142,25 +144,21 @@ impl Shim {
     /// [`SpawnerError`] when the request can't be sent.
     pub async fn spawn(
         &self,
-        spawn: Spawn,
+        spawn: &Spawn,
         stdout: BorrowedFd<'_>,
         stderr: BorrowedFd<'_>,
         stdin: Option<BorrowedFd<'_>>,
     ) -> Result<(), SpawnerError> {
         let mut fds = vec![stdout, stderr];
         fds.extend(stdin);
-        let bytes = wire::encode(&Request::Spawn(spawn));
+        let bytes = wire::encode(&RequestOf::Spawn(spawn));
         if bytes.len() <= PACKET_BYTES_MAX {
             return self.send(&bytes, &fds).await;
         }
         if bytes.len() > proto::REQUEST_BYTES_MAX {
             return Err(SpawnerError::TooLarge { bytes: bytes.len() });
         }
-        // The file holds the Spawn alone, which is what stands behind the two bytes that name the variant.
-        let Ok(Request::Spawn(spawn)) = minicbor::decode::<Request>(&bytes) else {
-            return Err(SpawnerError::TooLarge { bytes: bytes.len() });
-        };
-        let file = memory_file("volley-request", &wire::encode(&spawn)).map_err(SpawnerError::Socket)?;
+        let file = memory_file("volley-request", &wire::encode(spawn)).map_err(SpawnerError::Socket)?;
         fds.insert(0, file.as_fd());
         self.send(&wire::encode(&Request::SpawnFromFile), &fds).await
     }
@@ -211,7 +209,11 @@ impl Shim {
             match packet::send(self.socket.get_ref().as_fd(), bytes, fds) {
                 Ok(()) => return Ok(()),
                 Err(e) if e.kind() == io::ErrorKind::WouldBlock => {
-                    self.socket.writable().await.map_err(SpawnerError::Socket)?.clear_ready();
+                    let socket = rustix::io::fcntl_dupfd_cloexec(self.socket.get_ref(), 0).map_err(|e| SpawnerError::Socket(e.into()))?;
+                    // SAFETY: as above.
+                    let socket = unsafe { AsyncFd::register_with_interest(socket, Interest::WRITABLE) }
+                        .map_err(|e| SpawnerError::Socket(e.into()))?;
+                    socket.writable().await.map_err(SpawnerError::Socket)?.retain_ready();
                 }
                 Err(e) if matches!(e.kind(), io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset) => {
                     return Err(SpawnerError::ShimGone);

@@ -113,7 +113,7 @@ impl Machine for ContainerMachine {
 
     async fn start(&mut self, prepared: &Prepared) -> Result<Streams, ExecuteError> {
         let spawn = self.spawn.take().ok_or(ExecuteError::Lost)?;
-        self.inner.start_as(spawn, prepared).await
+        self.inner.start_as(&spawn, prepared).await
     }
 
     async fn wait(&self) -> Result<Exit, ExecuteError> {
@@ -186,7 +186,7 @@ pub async fn trial(containers: &Containers, spawner: &Spawner, (uid, gid): (u32,
         spawner.shim(&MakeShim { join: Vec::new(), oom_file: None, containers: true, enters: false }).await.map_err(|e| failed(&e))?;
     let null = std::fs::File::open("/dev/null").map_err(|e| failed(&e))?;
     let null = std::os::fd::AsFd::as_fd(&null);
-    shim.spawn(spawn(containers, 0, container), null, null, None).await.map_err(|e| failed(&e))?;
+    shim.spawn(&spawn(containers, 0, container), null, null, None).await.map_err(|e| failed(&e))?;
     match shim.reply().await.map_err(|e| failed(&e))? {
         Reply::Exited(exited) if exited.code == Some(1) => Ok(()),
         Reply::Refused(why) => Err(why),

@@ -103,7 +103,7 @@ impl Machine for ProcessMachine {
     }
 
     async fn start(&mut self, prepared: &Prepared) -> Result<Streams, ExecuteError> {
-        self.start_as(prepared.spawn.clone(), prepared).await
+        self.start_as(&prepared.spawn, prepared).await
     }
 
     async fn wait(&self) -> Result<Exit, ExecuteError> {
@@ -146,7 +146,7 @@ impl ProcessMachine {
     ///
     /// # Errors
     /// [`ExecuteError`].
-    pub async fn start_as(&mut self, spawn: Spawn, prepared: &Prepared) -> Result<Streams, ExecuteError> {
+    pub async fn start_as(&mut self, spawn: &Spawn, prepared: &Prepared) -> Result<Streams, ExecuteError> {
         let shim = self.shim.as_ref().ok_or(ExecuteError::Lost)?;
         let owner = prepared.spawn.uid.zip(prepared.spawn.gid);
         let pipe = || -> std::io::Result<_> {

@@ -1,10 +1,16 @@
 //! From a request to a running program: the few system calls between clone and exec.
 //!
-//! Owns what a task inherits: own session, default signals, three descriptors, a directory, a user, death with its shim. Runs in a
+//! Owns what a task inherits: own session, default signals, none of them blocked, three descriptors, a directory, a user, death with its shim. Runs in a
 //! child that shares its parent's memory until it execs, so it allocates nothing and calls nothing but the system.
+//!
+//! The parent does not sleep until then, as after a vfork: going to sleep twice for each command, first until it execs and then until it
+//! ends, costs as much as everything else here. So why a command never ran is known when its end is. Until the exec the two share the C
+//! library's `errno` as well; a parent that is told to end the command meanwhile may spoil the error number of one that fails by itself.
 
+use std::cell::UnsafeCell;
 use std::ffi::{CString, c_char, c_int, c_void};
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::mem::ManuallyDrop;
+use std::os::fd::{AsRawFd, OwnedFd};
 
 use super::proto::{Spawn, Step};
 use super::zygote::IGNORED;
@@ -14,12 +20,26 @@ const STACK_BYTES: usize = 64 * 1024;
 /// Where further descriptors are kept before they are placed: above every place they may get.
 pub const HIGH: c_int = 64;
 
-/// A command that runs.
+/// A command that runs, or is about to.
 pub struct Running {
     /// Its process id, which is also its session and process group.
     pub pid: libc::pid_t,
-    /// Becomes readable when it ends.
-    pub pidfd: OwnedFd,
+    /// Never freed while the child may use it, which is all that is known when this is dropped.
+    shared: ManuallyDrop<Box<Shared>>,
+}
+
+impl Running {
+    /// Takes back what the child ran on, and why it never became the command. Only for a child whose end was waited for.
+    pub fn end(self) -> (Stack, Option<NotStarted>) {
+        let Shared { stack, plan } = *ManuallyDrop::into_inner(self.shared);
+        (stack, plan.into_inner().failed)
+    }
+}
+
+/// What parent and child both have until the child execs.
+struct Shared {
+    stack: Stack,
+    plan: UnsafeCell<Plan>,
 }
 
 /// Why it doesn't run.
@@ -34,8 +54,8 @@ pub struct NotStarted {
 /// Everything the child needs, made before it exists.
 struct Plan {
     programs: Vec<CString>,
-    argv: Vec<*const c_char>,
-    env: Vec<*const c_char>,
+    argv: Strings,
+    env: Strings,
     cwd: CString,
     /// What becomes its descriptors 0, 1, 2, …; those behind the three are [`HIGH`] or above.
     inherits: Vec<c_int>,
@@ -43,56 +63,74 @@ struct Plan {
     failed: Option<NotStarted>,
 }
 
+/// A list of strings as the kernel takes it.
+struct Strings {
+    pointers: Vec<*const c_char>,
+    /// What they point into: each with its NUL.
+    _bytes: Vec<u8>,
+}
+
+impl Strings {
+    /// All in one piece: a command has dozens, and each allocation counts.
+    fn new(list: &[minicbor::bytes::ByteVec]) -> Result<Self, NotStarted> {
+        let mut bytes = Vec::with_capacity(list.iter().map(|text| text.len() + 1).sum());
+        for text in list {
+            if text.contains(&0) {
+                return Err(INVALID);
+            }
+            bytes.extend_from_slice(text);
+            bytes.push(0);
+        }
+        let mut pointers = Vec::with_capacity(list.len() + 1);
+        let mut rest = bytes.as_slice();
+        for text in list {
+            pointers.push(rest.as_ptr().cast());
+            rest = rest.get(text.len() + 1..).unwrap_or_default();
+        }
+        pointers.push(std::ptr::null());
+        Ok(Self { pointers, _bytes: bytes })
+    }
+}
+
+/// A request that no process can be made of.
+const INVALID: NotStarted = NotStarted { step: Step::Request, errno: libc::EINVAL };
+
 /// Memory the child runs on, kept from one command to the next.
-pub struct Stack(Vec<u128>);
+pub struct Stack(Vec<UnsafeCell<u128>>);
 
 impl Stack {
     /// Takes the memory.
     pub fn new() -> Self {
-        Self(vec![0; STACK_BYTES / size_of::<u128>()])
+        Self(std::iter::repeat_with(|| UnsafeCell::new(0)).take(STACK_BYTES / size_of::<u128>()).collect())
     }
 }
 
 /// Starts a command with these standard streams (stdin, stdout, stderr), and more descriptors behind them, which are [`HIGH`] or above.
-pub fn start(stack: &mut Stack, spawn: Spawn, stdio: [&OwnedFd; 3], more: &[OwnedFd]) -> Result<Running, NotStarted> {
-    let invalid = NotStarted { step: Step::Request, errno: libc::EINVAL };
-    let strings = |list: Vec<minicbor::bytes::ByteVec>| {
-        list.into_iter().map(|text| CString::new(Vec::from(text))).collect::<Result<Vec<_>, _>>().map_err(|_| invalid)
-    };
-    let programs = programs(&spawn).ok_or(invalid)?;
-    let (argv, env) = (strings(spawn.argv)?, strings(spawn.env)?);
-    let pointers = |list: &[CString]| list.iter().map(|text| text.as_ptr()).chain(std::iter::once(std::ptr::null())).collect::<Vec<_>>();
-    let mut plan = Plan {
-        argv: pointers(&argv),
-        env: pointers(&env),
-        programs,
-        cwd: CString::new(Vec::from(spawn.cwd)).map_err(|_| invalid)?,
+pub fn start(stack: Stack, spawn: &Spawn, stdio: [&OwnedFd; 3], more: &[OwnedFd]) -> Result<Running, NotStarted> {
+    let plan = Plan {
+        programs: programs(spawn).ok_or(INVALID)?,
+        argv: Strings::new(&spawn.argv)?,
+        env: Strings::new(&spawn.env)?,
+        cwd: CString::new(spawn.cwd.as_slice()).map_err(|_| INVALID)?,
         inherits: stdio.into_iter().chain(more).map(AsRawFd::as_raw_fd).collect(),
         user: spawn.uid.zip(spawn.gid),
         failed: None,
     };
-    let mut pidfd: c_int = -1;
-    // VFORK: the child borrows our memory and we sleep until it execs, so nothing is copied however large we are.
-    let flags = libc::CLONE_VM | libc::CLONE_VFORK | libc::CLONE_PIDFD | libc::SIGCHLD;
-    // SAFETY: the stack outlives the child's use of it because VFORK suspends us until it execs or exits; `child` follows the
-    // rules of such a child: no allocation, no locks, no return into frames of ours.
+    let shared = ManuallyDrop::new(Box::new(Shared { stack, plan: UnsafeCell::new(plan) }));
+    // The child borrows our memory until it execs, so nothing is copied however large we are.
+    let flags = libc::CLONE_VM | libc::SIGCHLD;
+    // SAFETY: stack and plan are the child's alone until it ends: `Running` keeps them and looks at neither. `child` follows the rules
+    // of such a child: no allocation, no locks, no return into frames of ours.
     let pid = unsafe {
-        let top = stack.0.as_mut_ptr().add(stack.0.len()).cast::<c_void>();
-        libc::clone(child, top, flags, (&raw mut plan).cast(), &raw mut pidfd)
+        let top = shared.stack.0.as_ptr().add(shared.stack.0.len()).cast_mut().cast::<c_void>();
+        libc::clone(child, top, flags, shared.plan.get().cast())
     };
     if pid < 0 {
-        return Err(NotStarted { step: Step::Clone, errno: last_errno() });
+        let errno = last_errno();
+        drop(ManuallyDrop::into_inner(shared));
+        return Err(NotStarted { step: Step::Clone, errno });
     }
-    // SAFETY: the kernel made the descriptor for us and nobody else owns it.
-    let pidfd = unsafe { OwnedFd::from_raw_fd(pidfd) };
-    match plan.failed {
-        None => Ok(Running { pid, pidfd }),
-        Some(failed) => {
-            // SAFETY: plain system call; the child has exited, this only takes its status.
-            unsafe { libc::waitpid(pid, std::ptr::null_mut(), 0) };
-            Err(failed)
-        }
-    }
+    Ok(Running { pid, shared })
 }
 
 /// The files to try, in order.
@@ -114,7 +152,7 @@ fn last_errno() -> i32 {
 }
 
 extern "C" fn child(arg: *mut c_void) -> c_int {
-    // SAFETY: `arg` is the plan on our suspended parent's stack; only we touch it now.
+    // SAFETY: `arg` is the plan, which is ours alone until we end.
     let plan = unsafe { &mut *arg.cast::<Plan>() };
     // SAFETY: system calls on memory that outlives them.
     let (step, errno) = unsafe { become_the_task(plan) };
@@ -126,7 +164,7 @@ extern "C" fn child(arg: *mut c_void) -> c_int {
 /// Returns only when it fails.
 ///
 /// # Safety
-/// Only for a child that shares memory with a suspended parent.
+/// Only for a child that shares its parent's memory.
 unsafe fn become_the_task(plan: &Plan) -> (Step, c_int) {
     // SAFETY: nothing but system calls with valid pointers.
     unsafe {
@@ -137,6 +175,9 @@ unsafe fn become_the_task(plan: &Plan) -> (Step, c_int) {
         for signal in IGNORED {
             libc::signal(signal, libc::SIG_DFL);
         }
+        // What was sent meanwhile arrives now.
+        let none: libc::sigset_t = std::mem::zeroed();
+        libc::sigprocmask(libc::SIG_SETMASK, &raw const none, std::ptr::null_mut());
         for (fd, target) in plan.inherits.iter().zip(0..) {
             if libc::dup2(*fd, target) < 0 {
                 return (Step::Streams, errno());
@@ -159,7 +200,7 @@ unsafe fn become_the_task(plan: &Plan) -> (Step, c_int) {
         libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL, 0, 0, 0);
         let mut kept = libc::ENOENT;
         for program in &plan.programs {
-            libc::execve(program.as_ptr(), plan.argv.as_ptr(), plan.env.as_ptr());
+            libc::execve(program.as_ptr(), plan.argv.pointers.as_ptr(), plan.env.pointers.as_ptr());
             match errno() {
                 // As a shell does: go on looking, but remember that one was there and wouldn't run.
                 libc::ENOENT | libc::ENOTDIR => {}

@@ -46,6 +46,14 @@ pub enum Request {
     Kill,
 }
 
+/// [`Request::Spawn`] of a command that somebody else has.
+#[derive(Debug, Encode)]
+pub enum RequestOf<'a> {
+    /// The same on the wire.
+    #[n(0)]
+    Spawn(#[n(0)] &'a Spawn),
+}
+
 /// A command to start.
 #[derive(Debug, Clone, PartialEq, Eq, Encode, Decode)]
 #[cbor(map)]

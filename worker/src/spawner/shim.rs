@@ -17,11 +17,12 @@ use super::container::{self, Behind};
 use super::packet;
 use super::proto::{Exited, MakeShim, PACKET_BYTES_MAX, REQUEST_BYTES_MAX, Reply, Request, Spawn, Step};
 use super::tree;
+use super::zygote::IGNORED;
 
 /// How long killing is tried before a process counts as stuck (in the kernel, usually on a dead disk).
 const KILL_TIME: Duration = Duration::from_secs(5);
-/// How often orphans that ended while their task still runs are reaped, so that they don't fill its process limit, in seconds.
-const REAP_EVERY_S: i64 = 1;
+/// How often killing is done again while it doesn't help.
+const KILL_EVERY: Duration = Duration::from_secs(1);
 /// Longest pause between two rounds of killing: strays are few and die within a millisecond or two.
 const KILL_PAUSE_MAX: Duration = Duration::from_millis(20);
 
@@ -34,12 +35,16 @@ struct Watched {
 /// A shim.
 pub struct Shim {
     socket: OwnedFd,
+    /// Becomes readable when a child ends. A descriptor for each process (pidfd) would tell of that one alone, and costs as much as reading
+    /// and starting a command's request.
+    ends: OwnedFd,
     null: OwnedFd,
     procs: Option<String>,
     oom_file: Option<File>,
     /// Tasks killed for memory as last read; between two commands nothing of ours runs that could add to them.
     oom_seen: u64,
-    stack: Stack,
+    /// Kept from one command to the next.
+    stack: Option<Stack>,
 }
 
 impl Shim {
@@ -54,11 +59,12 @@ impl Shim {
         rustix::process::set_child_subreaper(Some(rustix::process::getpid()))?;
         let mut shim = Self {
             socket,
+            ends: ends_of_children()?,
             null: OwnedFd::from(File::open("/dev/null")?),
             procs: make.join.first().cloned(),
             oom_file: make.oom_file.as_ref().map(File::open).transpose()?,
             oom_seen: 0,
-            stack: Stack::new(),
+            stack: None,
         };
         shim.oom_seen = shim.oom_kills();
         Ok(shim)
@@ -106,7 +112,7 @@ impl Shim {
         let reply = match started {
             Ok(watched) => {
                 let exited = self.watch(&watched, buffer)?;
-                self.end(watched.behind, exited)
+                self.end(watched, exited)
             }
             Err(NotStarted { step, errno }) => Reply::NotStarted { step, errno },
         };
@@ -118,21 +124,29 @@ impl Shim {
             return Err(NotStarted { step: Step::Streams, errno: libc::EBADF });
         };
         let stdin = rest.first().unwrap_or(&self.null);
+        let stack = self.stack.take().unwrap_or_else(Stack::new);
         let Some(root) = root else {
-            return Ok(Watched { running: child::start(&mut self.stack, spawn, [stdin, stdout, stderr], &[])?, behind: None });
+            return Ok(Watched { running: child::start(stack, &spawn, [stdin, stdout, stderr], &[])?, behind: None });
         };
         let streams = |e: io::Error| NotStarted { step: Step::Streams, errno: e.raw_os_error().unwrap_or(libc::EIO) };
         let (behind, inherits) = root.descriptors([stdin, stdout, stderr]).map_err(streams)?;
         let running = match &behind.log {
-            Some(log) => child::start(&mut self.stack, spawn, [&self.null, log, log], &inherits)?,
-            None => child::start(&mut self.stack, spawn, [stdin, stdout, stderr], &inherits)?,
+            Some(log) => child::start(stack, &spawn, [&self.null, log, log], &inherits)?,
+            None => child::start(stack, &spawn, [stdin, stdout, stderr], &inherits)?,
         };
         Ok(Watched { running, behind: Some(behind) })
     }
 
     /// What is answered of a command that ended.
-    fn end(&mut self, behind: Option<Behind>, exited: Exited) -> Reply {
+    fn end(&mut self, Watched { running, behind }: Watched, exited: Exited) -> Reply {
         let exited = self.with_oom(exited);
+        if !exited.stuck {
+            let (stack, failed) = running.end();
+            self.stack = Some(stack);
+            if let Some(NotStarted { step, errno }) = failed {
+                return Reply::NotStarted { step, errno };
+            }
+        }
         match behind {
             None => Reply::Exited(exited),
             Some(behind) => behind.end(exited),
@@ -143,34 +157,37 @@ impl Shim {
     fn watch(&self, watched: &Watched, buffer: &mut [u8]) -> Option<Exited> {
         let running = &watched.running;
         let mut gone = false;
-        let mut kills = 0;
+        // When killing, once it was asked for, is done again.
+        let mut again: Option<Instant> = None;
         let mut orphans = Exited::default();
         loop {
-            let mut waited = [PollFd::new(&running.pidfd, PollFlags::IN), PollFd::new(&self.socket, PollFlags::IN)];
-            let every = rustix::event::Timespec { tv_sec: REAP_EVERY_S, tv_nsec: 0 };
-            match rustix::event::poll(&mut waited, Some(&every)) {
-                Ok(0) => {
-                    reap_orphans(running.pid, &mut orphans);
-                    if kills > 0 {
-                        // A runtime whose container was killed ends by itself; not so one that is not done with making it.
-                        kills += 1;
-                        self.signal(watched, libc::SIGKILL, kills > 1);
-                    }
-                    continue;
-                }
+            let mut waited = [PollFd::new(&self.ends, PollFlags::IN), PollFd::new(&self.socket, PollFlags::IN)];
+            let left = again.map(|again| again.saturating_duration_since(Instant::now()));
+            let left = left.and_then(|left| rustix::event::Timespec::try_from(left).ok());
+            match rustix::event::poll(&mut waited, left.as_ref()) {
                 Ok(_) => {}
                 Err(_) => continue,
             }
+            if again.is_some_and(|again| Instant::now() >= again) {
+                // A runtime whose container was killed ends by itself; not so one that is not done with making it.
+                self.signal(watched, libc::SIGKILL, true);
+                again = Some(Instant::now() + KILL_EVERY);
+            }
             let (ended, spoken) = (!waited[0].revents().is_empty(), !waited[1].revents().is_empty());
             if ended {
-                let exited = self.reap(running, orphans);
-                return (!gone).then_some(exited);
+                // Whose doesn't matter: several ends may be told of as one, and one of another time may be left.
+                let _ = rustix::io::read(&self.ends, &mut [0; size_of::<libc::signalfd_siginfo>()]);
+                if let Some(exited) = self.reap(running, &mut orphans) {
+                    return Some(exited);
+                }
+                // Orphans that end while their task runs, so that they don't fill its process limit.
+                reap_orphans(running.pid, &mut orphans);
             }
             if spoken {
                 match self.hear(buffer) {
                     Some((Request::Term, _)) => self.signal(watched, libc::SIGTERM, false),
                     Some((Request::Kill, _)) => {
-                        kills = kills.max(1);
+                        again = again.or_else(|| Some(Instant::now() + KILL_EVERY));
                         self.signal(watched, libc::SIGKILL, false);
                     }
                     // A second command while one runs is a mistake of the worker's; it isn't started.
@@ -195,7 +212,10 @@ impl Shim {
         if !spared {
             // SAFETY: plain system calls. The process was not waited for, so its number is still its own.
             unsafe {
-                libc::kill(-running.pid, signal);
+                if libc::kill(-running.pid, signal) < 0 {
+                    // It has no group of its own yet.
+                    libc::kill(running.pid, signal);
+                }
             }
         }
         for pid in tree::others(self.procs.as_deref()) {
@@ -213,17 +233,17 @@ impl Shim {
         }
     }
 
-    /// `exited` holds what orphans used that were reaped already.
-    fn reap(&self, running: &Running, mut exited: Exited) -> Exited {
-        if let Some((_, status)) = wait(running.pid, libc::WNOHANG, &mut exited) {
-            if libc::WIFSIGNALED(status) {
-                exited.signal = Some(libc::WTERMSIG(status));
-            } else {
-                exited.code = Some(libc::WEXITSTATUS(status));
-            }
+    /// Takes the command's end, if it has ended, and that of everything it left. `orphans` holds what those used that were reaped already.
+    fn reap(&self, running: &Running, orphans: &mut Exited) -> Option<Exited> {
+        let (_, status) = wait(running.pid, libc::WNOHANG, orphans).filter(|(pid, _)| *pid > 0)?;
+        let mut exited = *orphans;
+        if libc::WIFSIGNALED(status) {
+            exited.signal = Some(libc::WTERMSIG(status));
+        } else {
+            exited.code = Some(libc::WEXITSTATUS(status));
         }
         exited.stuck = !self.reap_all(&mut exited);
-        exited
+        Some(exited)
     }
 
     /// Kills and waits for every descendant. Returns false when some can't be killed.
@@ -282,6 +302,27 @@ impl Shim {
                 Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
                 Err(_) => return None,
             }
+        }
+    }
+}
+
+/// A descriptor that becomes readable when a child ends, in place of the signal. Signals that a command obeys and we don't are held back
+/// too: until a command has made them its own, one that is sent to it waits for that, where it would be lost if we only ignored it.
+fn ends_of_children() -> io::Result<OwnedFd> {
+    use std::os::fd::FromRawFd;
+    // SAFETY: system calls on a set of ours, in a process of one thread; the descriptor is new and nobody else owns it.
+    unsafe {
+        let mut set: libc::sigset_t = std::mem::zeroed();
+        libc::sigemptyset(&raw mut set);
+        libc::sigaddset(&raw mut set, libc::SIGCHLD);
+        let mut held = set;
+        for signal in IGNORED {
+            libc::sigaddset(&raw mut held, signal);
+        }
+        libc::sigprocmask(libc::SIG_BLOCK, &raw const held, std::ptr::null_mut());
+        match libc::signalfd(-1, &raw const set, libc::SFD_NONBLOCK | libc::SFD_CLOEXEC) {
+            fd if fd < 0 => Err(io::Error::last_os_error()),
+            fd => Ok(OwnedFd::from_raw_fd(fd)),
         }
     }
 }

@@ -25,7 +25,7 @@ fn command(list: &[&str]) -> Spawn {
 async fn run(shim: &Shim, spawn: Spawn, stdin: Option<&OwnedFd>) -> (Reply, String, String) {
     let pipe = || std::io::pipe().expect("a pipe");
     let ((mut out, out_w), (mut err, err_w)) = (pipe(), pipe());
-    shim.spawn(spawn, out_w.as_fd(), err_w.as_fd(), stdin.map(|fd| fd.as_fd())).await.expect("sent");
+    shim.spawn(&spawn, out_w.as_fd(), err_w.as_fd(), stdin.map(|fd| fd.as_fd())).await.expect("sent");
     drop((out_w, err_w));
     let reply = shim.reply().await.expect("a reply");
     let (mut o, mut e) = (String::new(), String::new());
@@ -105,7 +105,7 @@ async fn daemons_that_left_the_session_are_killed_with_the_task() {
     let script = "(setsid sh -c 'sleep 300 & echo $! ; exec sleep 300' & ) ; sleep 0.2; exit 0";
     let pipe = || std::io::pipe().expect("a pipe");
     let ((mut out, out_w), (_err, err_w)) = (pipe(), pipe());
-    shim.spawn(command(&["sh", "-c", script]), out_w.as_fd(), err_w.as_fd(), None).await.expect("sent");
+    shim.spawn(&command(&["sh", "-c", script]), out_w.as_fd(), err_w.as_fd(), None).await.expect("sent");
     drop((out_w, err_w));
     let exited = exited(shim.reply().await.expect("a reply"));
     assert_eq!((exited.code, exited.strays, exited.stuck), (Some(0), 2, false));
@@ -120,7 +120,7 @@ async fn term_reaches_the_whole_tree_and_kill_ends_what_ignores_it() {
     let script = "trap '' TERM; setsid sh -c 'trap \"\" TERM; echo; sleep 300' & sleep 300";
     let pipe = || std::io::pipe().expect("a pipe");
     let ((mut out, out_w), (_err, err_w)) = (pipe(), pipe());
-    shim.spawn(command(&["sh", "-c", script]), out_w.as_fd(), err_w.as_fd(), None).await.expect("sent");
+    shim.spawn(&command(&["sh", "-c", script]), out_w.as_fd(), err_w.as_fd(), None).await.expect("sent");
     assert_eq!(out.read(&mut [0; 1]).ok(), Some(1), "both ignore TERM now");
     shim.term().await.expect("sent");
     let early = tokio::time::timeout(Duration::from_millis(300), shim.reply()).await;
@@ -138,7 +138,7 @@ async fn nothing_outlives_the_worker_however_it_dies() {
     let pipe = || std::io::pipe().expect("a pipe");
     let ((mut out, out_w), (_err, err_w)) = (pipe(), pipe());
     let script = "setsid sh -c 'echo $$; exec sleep 300' & echo $$; wait";
-    shim.spawn(command(&["sh", "-c", script]), out_w.as_fd(), err_w.as_fd(), None).await.expect("sent");
+    shim.spawn(&command(&["sh", "-c", script]), out_w.as_fd(), err_w.as_fd(), None).await.expect("sent");
     drop((out_w, err_w));
     let mut text = [0; 64];
     let mut len = 0;
@@ -220,4 +220,27 @@ async fn orphans_that_ended_are_no_strays() {
     let (reply, ..) = run(&shim, command(&["sh", "-c", "(true &) ; (true &) ; sleep 0.1"]), None).await;
     let exited = exited(reply);
     assert_eq!((exited.code, exited.strays), (Some(0), 0));
+}
+
+#[tokio::test]
+async fn a_command_that_is_to_end_before_it_began_ends() {
+    let (_spawner, shim) = shim().await;
+    for round in 0..100 {
+        let null = || OwnedFd::from(std::fs::File::options().write(true).open("/dev/null").expect("/dev/null"));
+        let (out, err) = (null(), null());
+        shim.spawn(&command(&["sleep", "60"]), out.as_fd(), err.as_fd(), None).await.expect("sent");
+        shim.term().await.expect("sent");
+        let reply = tokio::time::timeout(Duration::from_secs(20), shim.reply()).await.expect("TERM was lost").expect("a reply");
+        assert_eq!(exited(reply).signal, Some(libc::SIGTERM), "round {round}");
+    }
+}
+
+#[tokio::test]
+async fn orphans_that_end_are_reaped_while_their_task_runs() {
+    let (_spawner, shim) = shim().await;
+    // Each subshell is an orphan at once; the last line counts who is below the shim and dead.
+    let script = "for i in 1 2 3 4 5 6 7 8; do (sleep 0.1 & ); done; sleep 1; cat /proc/[0-9]*/stat 2>/dev/null | \
+        awk -v p=$(awk '/^PPid/{print $2}' /proc/$$/status) '{ sub(/.*\\) /, \"\"); if ($1 == \"Z\" && $2 == p) n++ } END { print n + 0 }'";
+    let (reply, out, err) = run(&shim, command(&["sh", "-c", script]), None).await;
+    assert_eq!((exited(reply).code, out.trim(), err.as_str()), (Some(0), "0", ""));
 }

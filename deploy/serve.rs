@@ -48,7 +48,8 @@ pub fn nats(args: NatsArgs) -> Result<NatsConfig, Failed> {
     Ok(NatsConfig { url: args.url, user, credentials: args.credentials })
 }
 
-fn store(args: StoreArgs) -> StoreConfig {
+/// Where the bucket is.
+pub fn store(args: StoreArgs) -> StoreConfig {
     let path_style = args.endpoint.is_some();
     StoreConfig {
         endpoint: args.endpoint,

@@ -8,6 +8,7 @@ mod image;
 mod log;
 mod room;
 mod serve;
+mod template;
 mod up;
 
 use std::process::ExitCode;
@@ -46,7 +47,9 @@ fn spawners(command: &ServeCommand) -> Result<Spawners, String> {
     let isolation = match command {
         ServeCommand::Up(args) => &args.isolation,
         ServeCommand::Worker(args) => &args.isolation,
-        ServeCommand::Coordinator(_) | ServeCommand::Log(_) | ServeCommand::Image(_) => return Ok(Spawners::default()),
+        ServeCommand::Coordinator(_) | ServeCommand::Log(_) | ServeCommand::Image(_) | ServeCommand::Template(_) => {
+            return Ok(Spawners::default());
+        }
     };
     let processes = Some(Spawner::start().map_err(|e| e.to_string())?);
     let machines = isolation.iter().any(|tier| tier == Isolation::Microvm.as_str());
@@ -87,6 +90,7 @@ fn serve(command: ServeCommand, out: Out) -> ExitCode {
             }
             ServeCommand::Log(args) => log::log(args).await,
             ServeCommand::Image(args) => image::image(args, out).await,
+            ServeCommand::Template(args) => template::template(args, out).await,
         };
         telemetry.shutdown();
         done
@@ -116,6 +120,7 @@ fn service(command: &ServeCommand) -> &'static str {
         ServeCommand::Worker(_) => "volley-worker",
         ServeCommand::Log(_) => "volley-log",
         ServeCommand::Image(_) => "volley-image",
+        ServeCommand::Template(_) => "volley-template",
     }
 }
 
@@ -123,7 +128,7 @@ fn service(command: &ServeCommand) -> &'static str {
 fn logged(command: &ServeCommand) -> &'static str {
     match command {
         ServeCommand::Up(_) | ServeCommand::Coordinator(_) | ServeCommand::Worker(_) => volley_cli::telemetry::FILTER_DEFAULT,
-        ServeCommand::Log(_) | ServeCommand::Image(_) => volley_cli::telemetry::FILTER_QUIET,
+        ServeCommand::Log(_) | ServeCommand::Image(_) | ServeCommand::Template(_) => volley_cli::telemetry::FILTER_QUIET,
     }
 }
 

@@ -12,7 +12,7 @@ use crate::error::{CliError, failure};
 use crate::exit::Exit;
 use crate::help;
 use crate::out::{Format, Out};
-use crate::serve::{CoordinatorArgs, ImageArgs, LogArgs, UpArgs, WorkerArgs};
+use crate::serve::{CoordinatorArgs, ImageArgs, LogArgs, TemplateArgs, UpArgs, WorkerArgs};
 use crate::verbs;
 
 /// Fans one JSON job spec out to thousands of tasks on your own hosts.
@@ -39,6 +39,8 @@ enum Verb {
     Log(LogArgs),
     /// Imports, lists and removes the images of this host.
     Image(ImageArgs),
+    /// Lists and removes the machine templates in the bucket.
+    Template(TemplateArgs),
 
     /// Submits a job, follows it to its end and says what came of it.
     Run(verbs::run::Args),
@@ -107,6 +109,8 @@ pub enum ServeCommand {
     Log(LogArgs),
     /// `volley image`.
     Image(ImageArgs),
+    /// `volley template`.
+    Template(TemplateArgs),
 }
 
 /// What is left to do.
@@ -183,6 +187,7 @@ pub async fn execute(cli: Cli) -> Outcome {
         Verb::Worker(args) => return serve(ServeCommand::Worker(args)),
         Verb::Log(args) => return serve(ServeCommand::Log(args)),
         Verb::Image(args) => return serve(ServeCommand::Image(args)),
+        Verb::Template(args) => return serve(ServeCommand::Template(args)),
         Verb::Run(args) => verbs::run::run(&ctx, args).await,
         Verb::Submit(args) => verbs::submit::run(&ctx, args).await,
         Verb::Plan(args) => verbs::plan::run(&ctx, args).await,

@@ -26,6 +26,10 @@ const EXAMPLES: &[(&str, &str)] = &[
     ("up", "volley up\nvolley up --dir /srv/volley --slots 8"),
     ("coordinator", "volley coordinator --nats nats://nats:4222 --s3-bucket volley --data-dir /var/lib/volley/c"),
     ("worker", "volley worker --nats nats://nats:4222 --s3-bucket volley --work-dir /var/lib/volley/w"),
+    (
+        "template",
+        "volley template ls --s3-bucket volley --template-keys /etc/volley/template.keys\nvolley template show 3fa9\nvolley template rm 3fa9",
+    ),
     ("image", "volley image import python:3.12\nvolley image import dir:/srv/rootfs\nvolley image ls"),
     (
         "run",
@@ -62,6 +66,10 @@ const EXAMPLES: &[(&str, &str)] = &[
     ("token create", "volley token create --tenant red"),
     ("token ls", "volley token ls"),
     ("token revoke", "volley token revoke 0123456789abcdef"),
+    ("template ls", "volley template ls --tenant nightly\nvolley template ls -o json"),
+    ("template show", "volley template show 3fa9"),
+    ("template rm", "volley template rm 3fa9"),
+    ("template sweep", "volley template sweep --tenant nightly"),
     ("image import", "volley image import python:3.12\nvolley image import dir:/srv/rootfs --name tools"),
     ("image ls", "volley image ls -o json"),
     ("image rm", "volley image rm tools"),

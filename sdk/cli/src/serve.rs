@@ -6,7 +6,7 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 
 use clap::{Args, Subcommand};
-use volley_jobspecs::ids::WorkerId;
+use volley_jobspecs::ids::{TenantId, WorkerId};
 use volley_jobspecs::spec::{ByteSize, MilliCpus};
 
 use crate::units;
@@ -272,6 +272,42 @@ pub enum ImageVerb {
         /// Its digest, or what it is called.
         image: String,
     },
+}
+
+/// `volley template`.
+#[derive(Debug, Clone, Args)]
+pub struct TemplateArgs {
+    /// S3.
+    #[command(flatten)]
+    pub store: StoreArgs,
+    /// The key file of the workers that share templates.
+    #[arg(long, env = "VOLLEY_TEMPLATE_KEYS", value_name = "FILE", global = true)]
+    pub template_keys: Option<PathBuf>,
+    /// Whose templates.
+    #[arg(long, env = "VOLLEY_TENANT", default_value = "default", value_name = "NAME", global = true)]
+    pub tenant: TenantId,
+    /// What to do.
+    #[command(subcommand)]
+    pub verb: TemplateVerb,
+}
+
+/// What to do with templates.
+#[derive(Debug, Clone, Subcommand)]
+pub enum TemplateVerb {
+    /// Lists templates.
+    Ls,
+    /// Shows what a template is made of, and its warm-up.
+    Show {
+        /// Its name, or the beginning of it.
+        name: String,
+    },
+    /// Removes a template. Machines that run from it are not disturbed; a task that wants it has it built again.
+    Rm {
+        /// Its name, or the beginning of it.
+        name: String,
+    },
+    /// Deletes what builds that were cut short, and templates that were replaced, have left.
+    Sweep,
 }
 
 /// Whom tasks run as, where the worker runs as root. Without either, each slot has a user of its own, counted from 80000:80000.

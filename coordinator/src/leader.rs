@@ -98,6 +98,8 @@ pub struct Leader {
     /// Lives that wait to be recorded as joined.
     joining: BTreeMap<WorkerId, Beat>,
     in_flight: bool,
+    /// The last message on our subject that was passed over, of which the state's own fence knows nothing.
+    passed: u64,
     last_tick_ms: u64,
     last_digest: Option<(u64, [u8; 16])>,
     place_again: bool,
@@ -127,6 +129,7 @@ impl Leader {
             pending: Vec::new(),
             joining: BTreeMap::new(),
             in_flight: false,
+            passed: 0,
             last_tick_ms: state.head.now_ms,
             last_digest: None,
             place_again: true,
@@ -347,6 +350,11 @@ impl Leader {
         }
     }
 
+    /// A message on our subject was passed over: the server counts it all the same.
+    pub fn passed_over(&mut self, sequence: u64) {
+        self.passed = self.passed.max(sequence);
+    }
+
     /// The publish in flight was refused though nobody else leads; it is decided anew.
     pub fn refused(&mut self) {
         self.in_flight = false;
@@ -364,7 +372,7 @@ impl Leader {
             && let Some(decided) = self.decide(state, now_ms)
         {
             self.in_flight = true;
-            actions.push(Action::Publish { decided, after: state.head.leader_sequence });
+            actions.push(Action::Publish { decided, after: state.head.leader_sequence.max(self.passed) });
         }
         for (name, link) in &mut self.links {
             if let Some(message) = link.next_message(self.term, now_ms) {

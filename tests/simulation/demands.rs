@@ -10,7 +10,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use volley_coordinator::core::Core;
+use volley_coordinator::core::{Core, Mark, Message};
 use volley_coordinator::state::State;
 use volley_coordinator::state::invariants;
 use volley_coordinator::state::rows::{self, MapRows, Rows, Table};
@@ -136,8 +136,8 @@ pub fn began(world: &mut World, host: usize, name: AttemptName) {
         let declared = host_was_lost(world, older.0, &older.1);
         if same_life && lost && !declared {
             if std::env::var("VOLLEY_SIM_DEBUG").is_ok() {
-                for (sequence, bytes) in world.log.read(other_name.sequence, usize::MAX) {
-                    let record: Record = wire::decode("record", &bytes).unwrap();
+                for Message { sequence, bytes, .. } in world.log.read(other_name.sequence, usize::MAX) {
+                    let Ok(record) = wire::decode::<Record>("record", &bytes) else { continue };
                     let text = format!("{record:?}");
                     let about = match &record {
                         Record::Report(r) => r.ends.iter().any(|e| e.name.job == name.job && e.name.index == name.index),
@@ -166,7 +166,7 @@ pub fn began(world: &mut World, host: usize, name: AttemptName) {
 fn host_was_lost(world: &World, host: usize, name: &AttemptName) -> bool {
     let host = &world.hosts[host].name;
     let after = world.log.read(name.sequence + 1, usize::MAX).into_iter();
-    let mut decided = after.filter_map(|(_, bytes)| match wire::decode("record", &bytes) {
+    let mut decided = after.filter_map(|message| match wire::decode("record", &message.bytes) {
         Ok(Record::Decided(decided)) => Some(decided.decisions),
         _ => None,
     });
@@ -249,7 +249,7 @@ pub fn at_the_end(world: &mut World) -> Vec<String> {
     broken
 }
 
-fn replay(log: &[(u64, Vec<u8>)], batch: usize) -> MapRows {
+fn replay(log: &[Message], batch: usize) -> MapRows {
     let rows = MapRows::default();
     let mut core = Core::open(&rows).unwrap();
     for (turn, records) in log.chunks(batch.min(log.len().max(1))).enumerate() {
@@ -298,12 +298,17 @@ fn difference(a: &MapRows, b: &MapRows) -> String {
 
 /// The first success of each task that the log says of an attempt which was still somebody's: told by the records alone, without `apply`.
 /// Tasks of jobs that somebody cancelled before it are left out: there the cancellation stands.
-fn first_successes(log: &[(u64, Vec<u8>)]) -> BTreeMap<(JobId, u32), u32> {
+fn first_successes(log: &[Message]) -> BTreeMap<(JobId, u32), u32> {
     let mut first = BTreeMap::new();
     let mut lives: BTreeMap<WorkerId, (Incarnation, u64)> = BTreeMap::new();
     let (mut over, mut cancelled) = (BTreeSet::new(), BTreeSet::new());
-    for (sequence, bytes) in log {
-        match wire::decode::<Record>("record", bytes).unwrap() {
+    for Message { sequence, bytes, mark } in log {
+        let record = match wire::decode::<Record>("record", bytes) {
+            Ok(record) => record,
+            Err(_) if *mark == Mark::Unfenced => continue,
+            Err(error) => panic!("record {sequence}: {error}"),
+        };
+        match record {
             Record::Control(Control { verb: Verb::Cancel { job, .. }, .. }) => _ = cancelled.insert(job),
             Record::Decided(decided) => {
                 for decision in decided.decisions {

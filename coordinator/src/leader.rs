@@ -6,6 +6,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use volley_jobspecs::ids::{JobId, Term, WorkerId};
+use volley_jobspecs::wire::LEVEL_BEGUN;
 use volley_jobspecs::wire::record::{Decided, Decision, Trailing};
 use volley_jobspecs::wire::work::{At, Beat, BeatAnswer, WorkAnswer, WorkMessage};
 
@@ -303,7 +304,8 @@ impl Leader {
             link.draining |= beat.draining;
             link.at.clone_from(&beat.at);
         }
-        if beat.leaving && worker.bundles.is_empty() {
+        // What it said to have ended is in the log before this. Up to level 4 what it still was given would be charged.
+        if beat.leaving && (worker.bundles.is_empty() || state.head.level >= LEVEL_BEGUN) {
             self.decide_once(Decision::WorkerLost { worker: beat.worker.clone(), incarnation: beat.incarnation, left: true });
         } else if beat.reported <= state.head.sequence {
             self.meet(state, &beat);

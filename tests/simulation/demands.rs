@@ -2,7 +2,7 @@
 //!
 //! - every task ends in exactly one terminal state, and every job ends once the devil rests;
 //! - a success the log ordered first is never lost or changed;
-//! - attempts never exceed their budget;
+//! - attempts never exceed their budget, and a task counts as many tries as there are attempts kept of it;
 //! - no task runs twice at once unless its worker was declared lost or restarted;
 //! - nothing runs above a worker's slots, and at most one bundle a slot waits;
 //! - applying the log from empty gives the same bytes, however it is cut into batches;
@@ -21,7 +21,7 @@ use volley_jobspecs::ids::{AttemptName, Incarnation, JobId, TenantId, WorkerId};
 use volley_jobspecs::wire::plan::{FailFast, Isolation, JobPlan, Needs, Rate, Retention, Retry, SpecRef};
 use volley_jobspecs::wire::record::{Actor, Control, Decision, Record, Submit, Verb};
 use volley_jobspecs::wire::report::Ending;
-use volley_jobspecs::wire::{self};
+use volley_jobspecs::wire::{self, LEVEL_BEGUN};
 
 use super::random::Random;
 use super::world::World;
@@ -245,7 +245,7 @@ pub fn at_the_end(world: &mut World) -> Vec<String> {
             broken.push(format!("{}'s rows differ from a replay of the log: {}", c.name, difference(&c.rows, &whole)));
         }
     }
-    broken.extend(tasks(&whole, &first_successes(&log)));
+    broken.extend(tasks(&whole, &first_successes(&log), begun_from(&log)));
     broken
 }
 
@@ -339,8 +339,17 @@ fn first_successes(log: &[Message]) -> BTreeMap<(JobId, u32), u32> {
     first
 }
 
+/// From which record on what did not begin is no try.
+fn begun_from(log: &[Message]) -> u64 {
+    let raises = |message: &&Message| match wire::decode("record", &message.bytes) {
+        Ok(Record::Decided(decided)) => decided.decisions.iter().any(|d| matches!(d, Decision::Level(level) if *level >= LEVEL_BEGUN)),
+        _ => false,
+    };
+    log.iter().find(raises).map_or(u64::MAX, |message| message.sequence)
+}
+
 /// Every task of every job: one end, within its budget, and success exactly if a success was stored and reported.
-fn tasks(rows: &MapRows, successes: &BTreeMap<(JobId, u32), u32>) -> Vec<String> {
+fn tasks(rows: &MapRows, successes: &BTreeMap<(JobId, u32), u32>, begun_from: u64) -> Vec<String> {
     let mut broken = Vec::new();
     let mut jobs = Vec::new();
     rows.scan(Table::Jobs, b"", b"", &mut |key, _| {
@@ -356,6 +365,7 @@ fn tasks(rows: &MapRows, successes: &BTreeMap<(JobId, u32), u32>) -> Vec<String>
         }
         let mut last: BTreeMap<u32, Option<FailureClass>> = BTreeMap::new();
         let mut numbers: BTreeMap<u32, u32> = BTreeMap::new();
+        let mut tries: BTreeMap<u32, usize> = BTreeMap::new();
         rows.scan(Table::Results, &rows::job_key(id), b"", &mut |key, value| {
             let entry = rows::result_entry(key, value).unwrap();
             if last.get(&entry.index) == Some(&None) {
@@ -363,6 +373,7 @@ fn tasks(rows: &MapRows, successes: &BTreeMap<(JobId, u32), u32>) -> Vec<String>
             }
             last.insert(entry.index, entry.class);
             numbers.insert(entry.index, entry.number.into());
+            tries.insert(entry.index, entry.attempts.into());
             true
         })
         .unwrap();
@@ -383,6 +394,12 @@ fn tasks(rows: &MapRows, successes: &BTreeMap<(JobId, u32), u32>) -> Vec<String>
             let attempts = rows::attempts(rows, id, *index).unwrap();
             if attempts.len() as u64 > most {
                 broken.push(format!("{id}/{index} had {} attempts in {} rounds", attempts.len(), progress.round));
+            }
+            // Of one whose job ended it, the last attempt may have come to its end only after that.
+            let decided = numbers.get(index).is_some_and(|number| *number > 0);
+            if decided && id.0 > begun_from && tries.get(index) != Some(&attempts.len()) {
+                let counted = tries.get(index);
+                broken.push(format!("{id}/{index} counts {counted:?} tries, and {} attempts are kept of it", attempts.len()));
             }
         }
     }

@@ -291,7 +291,8 @@ impl World {
         self.handle.drain();
         let ended = tokio::time::timeout(Duration::from_secs(20), &mut self.running).await;
         ended.expect("it left").expect("no panic").expect("no error");
-        assert!(self.last_beat().leaving);
+        // Beats overtake each other: that it drains may come after that it leaves.
+        assert!(state(&self.bus).beats.lock().unwrap().iter().any(|beat| beat.leaving));
     }
 }
 

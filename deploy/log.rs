@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use volley_cli::Exit;
 use volley_cli::sdk::config::ClusterFile;
 use volley_cli::serve::{LogArgs, LogVerb, NATS_DEFAULT, NatsArgs, UpArgs};
+use volley_coordinator::core::Message;
 use volley_coordinator::io::bus::{self, ConnectError, NatsConfig};
 use volley_coordinator::io::log::Log;
 use volley_coordinator::show;
@@ -81,7 +82,7 @@ async fn show(log: &Log, from: Option<u64>, limit: Option<u64>, job: Option<JobI
     let (mut out, mut left) = (std::io::stdout().lock(), limit.unwrap_or(u64::MAX));
     let mut records = log.read(from);
     while let Some(batch) = records.recv().await {
-        for (sequence, bytes) in batch.map_err(Failed::unavailable)? {
+        for Message { sequence, bytes, .. } in batch.map_err(Failed::unavailable)? {
             if left == 0 || (!follow && sequence > last) {
                 return Ok(());
             }
@@ -124,7 +125,7 @@ async fn readable(log: &Log, sequence: u64) -> Result<Option<String>, Failed> {
     let mut records = log.read(sequence);
     let ended = || Failed::new(Exit::Unavailable, "the log can't be read");
     let batch = records.recv().await.ok_or_else(ended)?.map_err(Failed::unavailable)?;
-    let found = batch.iter().find(|(at, _)| *at == sequence).and_then(|(_, bytes)| show::line(sequence, bytes, None));
+    let found = batch.iter().find(|message| message.sequence == sequence).and_then(|message| show::line(sequence, &message.bytes, None));
     let record = found.as_ref().and_then(|shown| shown.get("record"));
     Ok(record.map(|record| record.to_string().chars().take(SHOWN_CHARS).collect()))
 }

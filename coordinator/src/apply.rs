@@ -89,7 +89,7 @@ fn apply_decided(state: &mut State, sequence: u64, decided: &Decided, fx: &mut E
             Decision::Assign(assignments) => assign::assign(state, sequence, place as u32, assignments, fx),
             Decision::WorkerJoined { worker, incarnation, info } => track::joined(state, sequence, worker, *incarnation, info, fx),
             Decision::WorkerLost { worker, incarnation, left } => {
-                let lost = track::lost(state, sequence, worker, *incarnation, fx);
+                let lost = track::lost(state, sequence, worker, *incarnation, *left, fx);
                 fx.workers_lost += u64::from(lost && !left);
             }
             Decision::AttemptsLost(names) => track::attempts_lost(state, sequence, names, fx),

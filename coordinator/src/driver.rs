@@ -22,7 +22,7 @@ use volley_jobspecs::wire::{self};
 
 use crate::api::panics;
 use crate::apply::ApplyError;
-use crate::core::{Core, CoreError};
+use crate::core::{Core, CoreError, Message};
 use crate::io::lease;
 use crate::io::log::{Fenced, Log, LogError};
 use crate::io::rocks::RocksRows;
@@ -319,7 +319,7 @@ impl Driver {
         self.lead_sent = Some(Instant::now());
     }
 
-    fn apply(&mut self, batch: &[(u64, Vec<u8>)]) -> Result<(), CoreError> {
+    fn apply(&mut self, batch: &[Message]) -> Result<(), CoreError> {
         let started = Instant::now();
         let (core, rows) = (&mut self.core, &self.parts.rows);
         // The core is not used again after a panic: the coordinator stops and says which record it was.

@@ -20,7 +20,7 @@ use crate::split::Waiting;
 use crate::state::State;
 use crate::state::job::Job;
 use crate::state::task::{Cell, PAGE_TASKS, Phase};
-use crate::state::worker::{self, BUNDLES_PER_SLOT, Worker};
+use crate::state::worker::{self, BUNDLES_PER_SLOT, Unfit, Worker};
 
 /// Jobs named that hold the places a task waits for: enough to see whom to ask.
 const HOLDERS_NAMED: usize = 3;
@@ -45,7 +45,7 @@ pub fn explain(state: &State, id: JobId, index: u32, heard: &Heard) -> Explanati
     };
     let cell = job.cell(index);
     match settled(state, job, index, cell, heard) {
-        Some(summary) => only(summary),
+        Some((summary, next)) => Explanation { next: next.map(str::to_owned).into_iter().collect(), ..only(summary) },
         None => {
             let why = waiting(state, job, heard);
             Explanation { summary: format!("the task waits for a worker: {}", why.summary), ..why }
@@ -70,6 +70,9 @@ pub fn explain_job(state: &State, id: JobId, heard: &Heard) -> Explanation {
     let total = units::count(u64::from(counts.total), "task");
     let said = |(count, one, more): (u32, &str, &str)| format!("{count} of {total} {}", if count == 1 { one } else { more });
     explanation.details.extend(places.into_iter().filter(|(count, ..)| *count > 0).map(said));
+    let backing = job.pages.iter().find_map(|(number, page)| Some(number * PAGE_TASKS + u32::from(*page.due.keys().next()?)));
+    let more = |index| format!("`volley explain {id} {index}` says why task {index} waits for its next try");
+    explanation.next.extend(backing.map(more));
     explanation
 }
 
@@ -77,10 +80,10 @@ fn only(summary: String) -> Explanation {
     Explanation { summary, details: Vec::new(), next: Vec::new(), workers: Vec::new() }
 }
 
-/// What is to say when the task doesn't wait for a worker.
-fn settled(state: &State, job: &Job, index: u32, cell: Option<Cell>, heard: &Heard) -> Option<String> {
-    let Some(cell) = cell else { return Some("the task has ended".to_owned()) };
-    match cell.phase {
+/// What is to say when the task doesn't wait for a worker, and what can be done if something can.
+fn settled(state: &State, job: &Job, index: u32, cell: Option<Cell>, heard: &Heard) -> Option<(String, Option<&'static str>)> {
+    let Some(cell) = cell else { return Some(("the task has ended".to_owned(), None)) };
+    let summary = match cell.phase {
         Phase::Succeeded => Some("the task has succeeded".to_owned()),
         Phase::Failed => Some(format!("the task has failed ({})", cell.class().map_or("unknown", |c| c.as_str()))),
         Phase::Cancelled => Some("the task was cancelled".to_owned()),
@@ -96,7 +99,9 @@ fn settled(state: &State, job: &Job, index: u32, cell: Option<Cell>, heard: &Hea
         }
         Phase::Fresh if job.progress.rest.is_some() => Some("the task ended with its job before it was ever given out".to_owned()),
         Phase::Fresh | Phase::Ready => None,
-    }
+    }?;
+    let backing = cell.class().filter(|_| cell.phase == Phase::Backoff);
+    Some((summary, backing.and_then(|class| ended::change(class, job.facts.plan.needs.isolation))))
 }
 
 /// How far a task is that is with a worker.
@@ -139,7 +144,46 @@ fn waiting(state: &State, job: &Job, heard: &Heard) -> Explanation {
     };
     let workers: Vec<_> = state.workers.iter().map(|(name, worker)| explained(name, worker)).collect();
     let summary = of_job(state, job).unwrap_or_else(|| of_workers(job, state, &workers));
-    Explanation { summary, workers, ..only(String::new()) }
+    let next = never(state, job).then(|| could(state, &job.facts.plan.needs));
+    Explanation { summary, workers, next: next.into_iter().collect(), ..only(String::new()) }
+}
+
+/// Have workers joined, and could none of them ever run the job's tasks, even when idle?
+fn never(state: &State, job: &Job) -> bool {
+    !state.workers.is_empty() && state.workers.values().all(|worker| !worker::unfit(&worker.info, &job.facts.plan.needs).is_empty())
+}
+
+/// What to do about tasks that no worker could ever run: what to ask for otherwise, or what a worker would have to have.
+fn could(state: &State, needs: &Needs) -> String {
+    let (mut places, mut wanted) = (Vec::new(), Vec::new());
+    for unfit in state.workers.values().flat_map(|worker| worker::unfit(&worker.info, needs)) {
+        let (place, want) = match unfit {
+            Unfit::Isolation(name) => ("$.task.isolation", format!("offers isolation \"{name}\"")),
+            Unfit::FewCores { needs, .. } => ("$.task.resources.cpus", format!("has {} cores", units::cores(needs.into()))),
+            Unfit::TooSmall { what: what @ "of disk", needs, .. } => {
+                ("$.task.resources.disk", format!("has {} {what}", units::bytes(needs)))
+            }
+            Unfit::TooSmall { what, needs, .. } => ("$.task.resources.memory", format!("has {} {what}", units::bytes(needs))),
+            Unfit::Label(key, value) => ("$.placement.labels", format!("has the label {key}={value}")),
+            Unfit::Limits => ("$.task.resources", "may use cgroups (as root, or with a delegated one)".to_owned()),
+        };
+        if !places.contains(&place) {
+            places.push(place);
+        }
+        if !wanted.contains(&want) {
+            wanted.push(want);
+        }
+    }
+    format!("start a worker that {} (`volley worker --help`), or change {} and submit again", list(&wanted), list(&places))
+}
+
+/// Words in a row: `a`, `a and b`, `a, b and c`.
+fn list<T: AsRef<str>>(words: &[T]) -> String {
+    let words: Vec<&str> = words.iter().map(AsRef::as_ref).collect();
+    match words.split_last() {
+        Some((last, before)) if !before.is_empty() => format!("{} and {last}", before.join(", ")),
+        _ => words.concat(),
+    }
 }
 
 /// What of the job itself holds its tasks back.
@@ -167,8 +211,7 @@ fn of_workers(job: &Job, state: &State, workers: &[WorkerExplanation]) -> String
     if workers.is_empty() {
         return "no worker has joined the cluster; start one with `volley worker`".to_owned();
     }
-    let never = state.workers.values().all(|worker| !worker::unfit(&worker.info, &job.facts.plan.needs).is_empty());
-    if never {
+    if never(state, job) {
         return "no worker could ever run this task, as it is; see each worker's reasons".to_owned();
     }
     if workers.iter().any(|worker| worker.reasons.is_empty()) {
@@ -394,6 +437,13 @@ mod tests {
             "the task backs off until 1970-01-01T00:02:00Z; it failed 1 time, the last time as exit_code, and try 2 comes then ($.task.retry.backoff)"
         );
         assert!(said(3, &heard).starts_with("the task waits for a worker: "));
+        assert_eq!(explain_job(&s, JobId(1), &heard).next, ["`volley explain j1 2` says why task 2 waits for its next try"]);
+        assert!(explain(&s, JobId(1), 2, &heard).next.is_empty(), "what is wrong with its command is not for us to say");
+        let job = s.jobs.get_mut(&JobId(1)).unwrap_or_else(|| panic!("no job"));
+        job.facts.plan.needs.isolation = Isolation::Container;
+        job.pages.get_mut(&0).unwrap_or_else(|| panic!("no page")).update(2, |cell| cell.set_class(Some(FailureClass::RestoreFailed)));
+        let next = explain(&s, JobId(1), 2, &heard).next;
+        assert!(next.len() == 1 && next[0].contains("volley image import"), "{next:?}");
     }
 
     #[test]
@@ -422,6 +472,17 @@ mod tests {
         assert!(said(&state(2, Isolation::Process), &none).0.contains("about to be given out"));
         let (summary, reasons) = said(&state(2, Isolation::Null), &none);
         assert!(summary.contains("no worker could ever run") && reasons[0].contains("isolation"), "{summary} {reasons:?}");
+        let mut s = state(2, Isolation::Null);
+        let next = |s: &State| [explain(s, JobId(1), 0, &Heard::default()), explain_job(s, JobId(1), &Heard::default())].map(|e| e.next);
+        let offer =
+            "start a worker that offers isolation \"process\" (`volley worker --help`), or change $.task.isolation and submit again";
+        assert_eq!(next(&s), [[offer], [offer]]);
+        let job = s.jobs.get_mut(&JobId(1)).unwrap_or_else(|| panic!("no job"));
+        (job.facts.plan.needs.memory_bytes, job.facts.plan.needs.isolation) = (2 << 30, Isolation::Null);
+        job.facts.plan.needs.labels.insert("gpu".into(), "a100".into());
+        let large = "start a worker that has 2.0 GiB of memory and has the label gpu=a100 (`volley worker --help`), or change $.task.resources.memory and $.placement.labels and submit again";
+        assert_eq!(next(&s), [[large], [large]]);
+        assert!(next(&state(2, Isolation::Process)).iter().all(Vec::is_empty));
         let (_, reasons) = said(&state(0, Isolation::Process), &none);
         assert!(reasons[0].contains("full"), "{reasons:?}");
 

@@ -6,6 +6,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use volley_jobspecs::ids::{JobId, Term, WorkerId};
+use volley_jobspecs::wire::LEVEL_BEGUN;
 use volley_jobspecs::wire::record::{Decided, Decision, Trailing};
 use volley_jobspecs::wire::work::{At, Beat, BeatAnswer, WorkAnswer, WorkMessage};
 
@@ -98,6 +99,8 @@ pub struct Leader {
     /// Lives that wait to be recorded as joined.
     joining: BTreeMap<WorkerId, Beat>,
     in_flight: bool,
+    /// The last message on our subject that was passed over, of which the state's own fence knows nothing.
+    passed: u64,
     last_tick_ms: u64,
     last_digest: Option<(u64, [u8; 16])>,
     place_again: bool,
@@ -127,6 +130,7 @@ impl Leader {
             pending: Vec::new(),
             joining: BTreeMap::new(),
             in_flight: false,
+            passed: 0,
             last_tick_ms: state.head.now_ms,
             last_digest: None,
             place_again: true,
@@ -300,7 +304,8 @@ impl Leader {
             link.draining |= beat.draining;
             link.at.clone_from(&beat.at);
         }
-        if beat.leaving && worker.bundles.is_empty() {
+        // What it said to have ended is in the log before this. Up to level 4 what it still was given would be charged.
+        if beat.leaving && (worker.bundles.is_empty() || state.head.level >= LEVEL_BEGUN) {
             self.decide_once(Decision::WorkerLost { worker: beat.worker.clone(), incarnation: beat.incarnation, left: true });
         } else if beat.reported <= state.head.sequence {
             self.meet(state, &beat);
@@ -347,6 +352,11 @@ impl Leader {
         }
     }
 
+    /// A message on our subject was passed over: the server counts it all the same.
+    pub fn passed_over(&mut self, sequence: u64) {
+        self.passed = self.passed.max(sequence);
+    }
+
     /// The publish in flight was refused though nobody else leads; it is decided anew.
     pub fn refused(&mut self) {
         self.in_flight = false;
@@ -364,7 +374,7 @@ impl Leader {
             && let Some(decided) = self.decide(state, now_ms)
         {
             self.in_flight = true;
-            actions.push(Action::Publish { decided, after: state.head.leader_sequence });
+            actions.push(Action::Publish { decided, after: state.head.leader_sequence.max(self.passed) });
         }
         for (name, link) in &mut self.links {
             if let Some(message) = link.next_message(self.term, now_ms) {

@@ -36,6 +36,8 @@ impl Outcome {
 pub struct Metrics {
     /// Records applied.
     pub records: Counter,
+    /// Messages on the leader's subject that no leader wrote.
+    pub aliens: Counter,
     /// Time to apply and store one batch of records.
     pub apply_seconds: Histogram,
     /// Jobs accepted.
@@ -64,6 +66,7 @@ impl Default for Metrics {
     fn default() -> Self {
         Self {
             records: Counter::default(),
+            aliens: Counter::default(),
             apply_seconds: Histogram::new(SECONDS),
             jobs_accepted: Counter::default(),
             refused: Counter::default(),
@@ -85,6 +88,7 @@ impl Metrics {
         self.records.inc_by(records as u64);
         self.apply_seconds.observe(took.as_secs_f64());
         for fx in effects {
+            self.aliens.inc_by(fx.aliens);
             let accepted = |answer: &Answer| matches!(answer, Answer::Submitted { existed: false, .. });
             self.jobs_accepted.inc_by(fx.answers.iter().filter(|(_, answer)| accepted(answer)).count() as u64);
             self.workers_lost.inc_by(fx.workers_lost);
@@ -109,6 +113,7 @@ impl Metrics {
     pub fn register(&self, registry: &mut Registry) {
         let volley = registry.sub_registry_with_prefix("volley");
         volley.register("apply_records", "Records of the log that were applied", self.records.clone());
+        volley.register("apply_aliens", "Messages on the leader's subject that no leader wrote, passed over", self.aliens.clone());
         volley.register("apply_batch_seconds", "Time to apply and store one batch of records", self.apply_seconds.clone());
         volley.register("accept_jobs", "Jobs accepted", self.jobs_accepted.clone());
         volley.register("accept_refused", "Requests refused when their record was applied", self.refused.clone());

@@ -17,7 +17,6 @@ use tokio::task::JoinHandle;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use volley_jobspecs::keys;
-use volley_jobspecs::subjects::LOG_STREAM;
 use volley_store::{EnsureBucketError, GetError, ProbeError, PutError, Store};
 
 use crate::api::auth::secret_hash;
@@ -34,7 +33,7 @@ use crate::io::log::{Log, LogError, Shape};
 use crate::io::objects::Objects;
 use crate::io::restore::{self, RestoreError};
 use crate::io::rocks::Watch;
-use crate::io::templates;
+use crate::io::{stream, templates};
 use crate::metrics::Metrics;
 
 /// Pause between two tries to reach NATS at the start.
@@ -375,7 +374,7 @@ async fn identify(config: &CoordinatorConfig, store: &Store, client: async_nats:
     let nats = config.nats.url.clone();
     let mut found = bucket_identity(store).await?;
     if let Some(cluster) = &found
-        && !has_log(client.clone()).await?
+        && stream::find(&jetstream::new(client.clone())).await?.is_none()
     {
         return Err(StartError::NoLog { bucket: store.url(""), cluster: cluster.clone(), nats });
     }
@@ -403,17 +402,4 @@ async fn bucket_identity(store: &Store) -> Result<Option<String>, StartError> {
     identity
         .map(|identity| Some(identity.cluster))
         .map_err(|error| StartError::Identity { url: store.url(keys::CLUSTER), why: error.to_string() })
-}
-
-async fn has_log(client: async_nats::Client) -> Result<bool, StartError> {
-    let context = jetstream::new(client);
-    match context.get_stream(LOG_STREAM).await {
-        Ok(_) => Ok(true),
-        Err(error) => match error.kind() {
-            jetstream::context::GetStreamErrorKind::JetStream(error) if error.error_code() == jetstream::ErrorCode::STREAM_NOT_FOUND => {
-                Ok(false)
-            }
-            _ => Err(LogError::Nats { what: "looking for the stream VOLLEY_LOG", why: error.to_string() }.into()),
-        },
-    }
 }

@@ -7,10 +7,10 @@ use std::collections::BTreeMap;
 
 use volley_jobspecs::failure::FailureClass;
 use volley_jobspecs::ids::{AttemptName, BundleId, Incarnation, JobId, WorkerId};
-use volley_jobspecs::wire::LEVEL_UNCOUNTED;
 use volley_jobspecs::wire::plan::Isolation;
 use volley_jobspecs::wire::report::{AttemptEnd, Ending, Report};
 use volley_jobspecs::wire::work::WorkerInfo;
+use volley_jobspecs::wire::{LEVEL_BEGUN, LEVEL_UNCOUNTED};
 
 use crate::state::State;
 use crate::state::effects::{AttemptRow, Effects, ResultEntry};
@@ -32,7 +32,7 @@ pub fn track(state: &mut State, sequence: u64, report: &Report, fx: &mut Effects
     }
 }
 
-/// Applies the end of one attempt. `None`: no such attempt is open on that worker.
+/// Applies the end of one attempt. `charge`: it may have begun. `None`: no such attempt is open on that worker.
 fn ended(state: &mut State, sequence: u64, worker: &WorkerId, end: &AttemptEnd, charge: bool, fx: &mut Effects) -> Option<()> {
     let name = &end.name;
     let open = state.jobs.get(&name.job)?.open.get(&name.index).copied()?;
@@ -55,12 +55,13 @@ fn ended(state: &mut State, sequence: u64, worker: &WorkerId, end: &AttemptEnd, 
 fn settle(state: &mut State, sequence: u64, end: &AttemptEnd, charge: bool, fx: &mut Effects) {
     let (id, index, level) = (end.name.job, end.name.index, state.head.level);
     let Some(job) = state.jobs.get_mut(&id) else { return };
-    if job.cell(index).is_none_or(|cell| cell.phase != Phase::Open) {
-        return;
-    }
-    if end.ending == Ending::Returned && level >= LEVEL_UNCOUNTED {
+    let (returned, open) = (end.ending == Ending::Returned, job.cell(index).is_some_and(|cell| cell.phase == Phase::Open));
+    if (level >= LEVEL_BEGUN && (returned || !charge)) || (level >= LEVEL_UNCOUNTED && returned && open) {
         // It never began, so it is no try: the next one has its number, and another name by the sequence.
         job.update(index, |cell| cell.number = cell.number.saturating_sub(1));
+    }
+    if !open {
+        return;
     }
     let Some(cell) = job.cell(index) else { return };
     let result = |class| ResultEntry { index, number: cell.number, class, attempts: cell.number };
@@ -72,7 +73,7 @@ fn settle(state: &mut State, sequence: u64, end: &AttemptEnd, charge: bool, fx: 
             });
             fx.result(id, sequence, result(None));
         }
-        _ if job.progress.ending.is_some() && (!charge || end.ending == Ending::Returned) => {
+        _ if job.progress.ending.is_some() && (!charge || returned) => {
             job.update(index, |cell| cell.phase = Phase::Cancelled);
             fx.result(id, sequence, ResultEntry { number: 0, ..result(Some(FailureClass::Cancelled)) });
         }
@@ -125,7 +126,7 @@ pub fn joined(state: &mut State, sequence: u64, worker: &WorkerId, incarnation: 
         return;
     }
     let draining = state.workers.get(worker).is_some_and(|w| w.draining);
-    end_all(state, sequence, worker, fx);
+    end_all(state, sequence, worker, true, fx);
     let fresh = Worker {
         incarnation,
         info: info.clone(),
@@ -138,22 +139,25 @@ pub fn joined(state: &mut State, sequence: u64, worker: &WorkerId, incarnation: 
     fx.workers.insert(worker.clone());
 }
 
-/// Applies that a worker is gone. False: that life of it was gone before.
-pub fn lost(state: &mut State, sequence: u64, worker: &WorkerId, incarnation: Incarnation, fx: &mut Effects) -> bool {
+/// Applies that a worker is gone; `left`: of its own will, and then nothing of what it was given since it said so had begun. False: that
+/// life of it was gone before.
+pub fn lost(state: &mut State, sequence: u64, worker: &WorkerId, incarnation: Incarnation, left: bool, fx: &mut Effects) -> bool {
     if state.workers.get(worker).is_none_or(|w| w.incarnation != incarnation) {
         return false;
     }
-    end_all(state, sequence, worker, fx);
+    let begun = !left || state.head.level < LEVEL_BEGUN;
+    end_all(state, sequence, worker, begun, fx);
     state.workers.remove(worker);
     fx.workers.insert(worker.clone());
     true
 }
 
-/// Ends everything a worker held. Of a bundle only the first unreported task can have been running, so only it is charged.
-fn end_all(state: &mut State, sequence: u64, worker: &WorkerId, fx: &mut Effects) {
+/// Ends everything a worker held. Of a bundle only the first unreported task can have been running, so only it is charged, and only if
+/// the worker may have `begun` anything.
+fn end_all(state: &mut State, sequence: u64, worker: &WorkerId, begun: bool, fx: &mut Effects) {
     let Some(bundles) = state.workers.get(worker).map(|w| w.bundles.clone()) else { return };
     for (id, bundle) in &bundles {
-        let mut first = true;
+        let mut first = begun;
         for index in bundle.indices() {
             let Some(name) = open_name(state, bundle.job, index, *id) else { continue };
             let message = format!("worker {worker} was lost or restarted while it held this task");
@@ -185,3 +189,6 @@ pub fn open_name(state: &State, job: JobId, index: u32, bundle: BundleId) -> Opt
 fn host_lost(name: AttemptName, message: String) -> AttemptEnd {
     AttemptEnd { message: Some(message), ..AttemptEnd::bare(name, Ending::Failed(FailureClass::HostLost), Isolation::Process) }
 }
+
+#[cfg(test)]
+mod tests;

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use serde_json::json;
 use support::{Cluster, World};
+use volley_coordinator::core::Message;
 use volley_coordinator::io::log::Log;
 use volley_coordinator::state::rows::{self, Rows, Table};
 use volley_jobspecs::wire;
@@ -15,7 +16,7 @@ use volley_jobspecs::wire::record::{Decision, Record};
 async fn tick(log: &Log) -> u64 {
     let mut records = log.read(1);
     while let Some(Ok(batch)) = records.recv().await {
-        for (sequence, bytes) in batch {
+        for Message { sequence, bytes, .. } in batch {
             if let Ok(Record::Decided(decided)) = wire::decode("record", &bytes)
                 && decided.decisions.contains(&Decision::Tick(u64::MAX))
             {

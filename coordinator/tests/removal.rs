@@ -3,7 +3,7 @@
 
 use std::collections::BTreeMap;
 
-use volley_coordinator::core::Core;
+use volley_coordinator::core::{Core, Mark, Message};
 use volley_coordinator::leader::{Action, Tuning};
 use volley_coordinator::state::effects::{Answer, Refusal};
 use volley_coordinator::state::invariants;
@@ -37,7 +37,8 @@ impl World {
     /// Applies a record; gives its sequence and the answers to requests.
     fn apply(&mut self, record: Record) -> (u64, Vec<Answer>) {
         self.sequence += 1;
-        let effects = self.core.apply(&self.rows, &[(self.sequence, wire::encode(&record))]).unwrap();
+        let effects =
+            self.core.apply(&self.rows, &[Message { sequence: self.sequence, bytes: wire::encode(&record), mark: Mark::Fenced }]).unwrap();
         let state = self.core.state();
         let mut broken = invariants::broken(state);
         broken.extend(self.core.leader_ref().map(|leader| leader.broken(state)).unwrap_or_default());

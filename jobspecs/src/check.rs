@@ -7,7 +7,7 @@
 use serde_json::{Map, Value, json};
 
 use crate::problem::{Problem, join, list, suggest};
-use crate::schema::job_schema;
+use crate::schema::form;
 use crate::spec::scalars::{ScalarError, check_format};
 
 /// What people write when they come from elsewhere, and what it is called here.
@@ -54,7 +54,7 @@ pub(crate) struct Checked {
 
 /// Checks a whole job spec.
 pub(crate) fn check_job(mut value: Value) -> Checked {
-    let root = job_schema();
+    let root = form();
     let mut walk = Walk { root, problems: Vec::new(), stood_in: Vec::new() };
     if let Value::Object(object) = &mut value {
         object.remove("$schema").inspect(|schema| walk.visit_schema_name(schema));
@@ -71,7 +71,7 @@ struct Walk {
 
 impl Walk {
     fn visit_schema_name(&mut self, schema: &Value) {
-        if !schema.is_string() {
+        if !schema.is_string() && !schema.is_null() {
             self.problems.push(Problem::new("$.$schema", "wrong type").found(schema).allowed("text"));
         }
     }
@@ -106,7 +106,8 @@ impl Walk {
             }
             return;
         };
-        object.retain(|_, value| !value.is_null());
+        // What is null is left out. A field that isn't known is named all the same: it may be one that was meant.
+        object.retain(|name, value| !value.is_null() || !properties.contains_key(name));
         let known: Vec<&String> = properties.keys().filter(|name| object.contains_key(*name)).collect();
         self.take_unknown(object, properties, path);
         for name in known {

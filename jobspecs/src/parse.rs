@@ -11,6 +11,7 @@ use serde_json::{Map, Value};
 use crate::check::{Checked, check_job};
 use crate::problem::{PROBLEMS_MAX, Problem, Problems, join};
 use crate::spec::JobSpec;
+use crate::units;
 use crate::validate::{Features, ValidJob, conclude, judge};
 
 /// Largest spec, in bytes: long item lists belong in a file, which has no such limit.
@@ -53,6 +54,18 @@ fn near(a: &str, b: &str) -> bool {
     within(a, b) || within(b, a)
 }
 
+/// What is said of a spec above [`SPEC_BYTES_MAX`], which has this many bytes if that is known.
+#[must_use]
+pub fn too_large(bytes: Option<u64>) -> Problems {
+    let max = SPEC_BYTES_MAX as u64;
+    let (found, allowed) = match bytes {
+        Some(bytes) => units::different_bytes(bytes, max),
+        None => (format!("more than {}", units::bytes(max)), units::bytes(max)),
+    };
+    let problem = Problem::new("$", "the spec is too large").found(found).allowed(format!("at most {allowed}"));
+    problem.hint("put the items in a file and name it in items.jsonl").into()
+}
+
 #[derive(Debug)]
 struct Read {
     /// The spec, with stand-ins where there are problems; none if even that can't be read.
@@ -64,9 +77,8 @@ struct Read {
 
 fn read(bytes: &[u8]) -> Result<Read, Problems> {
     if bytes.len() > SPEC_BYTES_MAX {
-        let problem = Problem::new("$", "the spec is too large").found(format!("{} bytes", bytes.len()));
-        let problem = problem.allowed(format!("at most {SPEC_BYTES_MAX} bytes"));
-        return Err(problem.hint("put the items in a file and name it in items.jsonl").into());
+        // Whoever read it may have stopped just above the limit.
+        return Err(too_large(None));
     }
     let (value, mut problems) = read_json(bytes)?;
     let Checked { value, problems: misfits, stood_in } = check_job(value);

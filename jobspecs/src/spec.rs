@@ -41,7 +41,7 @@ pub enum Version {
 /// stand for the task's own values; `$${` writes a plain `${`. Leaving a field out and writing `null` mean the same.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
-#[schemars(extend("anyOf" = [{ "required": ["task"] }, { "required": ["stages"] }]))]
+#[schemars(extend("anyOf" = [items::given("task"), items::given("stages")]))]
 pub struct JobSpec {
     /// The version of this document: `volley/v1`.
     pub version: Version,

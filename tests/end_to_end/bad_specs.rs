@@ -28,5 +28,9 @@ fn what_is_refused_creates_nothing() {
     assert!(specs >= 30, "{specs} specs");
     let huge = vec![b' '; 9 << 20];
     assert_eq!(cluster.http("POST", "/v1/jobs", &huge).status, 413);
+    let spec = cluster.path("huge.json");
+    std::fs::File::create(&spec).and_then(|file| file.set_len(20 << 20)).unwrap();
+    let refused = cluster.volley(&["submit", &spec.display().to_string()]).exits(2).stderr;
+    assert!(refused.contains("found 20 MiB; put the items in a file") && refused.contains("at most 4.0 MiB"), "{refused}");
     assert_eq!(cluster.ask(&["jobs"])["rows"], json!([]));
 }

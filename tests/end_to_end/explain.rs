@@ -14,6 +14,11 @@ fn explain_names_what_is_in_the_way() {
     assert!(why["summary"].as_str().is_some_and(|text| !text.is_empty()), "{why}");
     let reasons = why["workers"][0]["reasons"].to_string();
     assert!(reasons.contains("gpu") && reasons.contains("a100"), "{why}");
+    let next = "next: start a worker that has the label gpu=a100 (`volley worker --help`), or change $.placement.labels and submit again\n";
+    for args in [&["explain", &job][..], &["explain", &job, "0"]] {
+        let text = cluster.volley(args).exits(0).stdout;
+        assert!(text.contains(next), "{text}");
+    }
     let spec = cluster.spec(json!({ "count": 1 }), json!({ "command": "true", "resources": { "cpus": 1000 } }), json!({}));
     let why = cluster.ask(&["explain", &cluster.submit(&spec), "0"]);
     assert!(why["workers"][0]["reasons"].to_string().contains("core"), "{why}");

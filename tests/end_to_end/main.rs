@@ -7,6 +7,7 @@
 mod support;
 
 mod access;
+mod alien;
 mod api;
 mod bad_specs;
 mod cancel;

@@ -1,6 +1,6 @@
 //! A coordinator: the real core over rows in a map, with a driver as dumb as the real one.
 
-use volley_coordinator::core::Core;
+use volley_coordinator::core::{Core, Message};
 use volley_coordinator::leader::{Action, Tuning};
 use volley_coordinator::state::rows::{MapRows, Rows as _, Table, Write};
 use volley_jobspecs::ids::WorkerId;
@@ -107,7 +107,7 @@ impl Coordinator {
         self.core.state().head.sequence + 1
     }
 
-    pub fn apply(&mut self, records: &[(u64, Vec<u8>)], world_ms: u64) {
+    pub fn apply(&mut self, records: &[Message], world_ms: u64) {
         self.core.apply(&self.rows, records).unwrap_or_else(|e| panic!("{} can't apply: {e}", self.name));
         let head = &self.core.state().head;
         if !self.core.leads() && self.asked_to_lead_at.is_some() && head.leader == self.name {

@@ -2,7 +2,7 @@
 //!
 //! - every task ends in exactly one terminal state, and every job ends once the devil rests;
 //! - a success the log ordered first is never lost or changed;
-//! - attempts never exceed their budget;
+//! - attempts never exceed their budget, and a task counts as many tries as there are attempts kept of it;
 //! - no task runs twice at once unless its worker was declared lost or restarted;
 //! - nothing runs above a worker's slots, and at most one bundle a slot waits;
 //! - applying the log from empty gives the same bytes, however it is cut into batches;
@@ -10,7 +10,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use volley_coordinator::core::Core;
+use volley_coordinator::core::{Core, Mark, Message};
 use volley_coordinator::state::State;
 use volley_coordinator::state::invariants;
 use volley_coordinator::state::rows::{self, MapRows, Rows, Table};
@@ -21,7 +21,7 @@ use volley_jobspecs::ids::{AttemptName, Incarnation, JobId, TenantId, WorkerId};
 use volley_jobspecs::wire::plan::{FailFast, Isolation, JobPlan, Needs, Rate, Retention, Retry, SpecRef};
 use volley_jobspecs::wire::record::{Actor, Control, Decision, Record, Submit, Verb};
 use volley_jobspecs::wire::report::Ending;
-use volley_jobspecs::wire::{self};
+use volley_jobspecs::wire::{self, LEVEL_BEGUN};
 
 use super::random::Random;
 use super::world::World;
@@ -136,8 +136,8 @@ pub fn began(world: &mut World, host: usize, name: AttemptName) {
         let declared = host_was_lost(world, older.0, &older.1);
         if same_life && lost && !declared {
             if std::env::var("VOLLEY_SIM_DEBUG").is_ok() {
-                for (sequence, bytes) in world.log.read(other_name.sequence, usize::MAX) {
-                    let record: Record = wire::decode("record", &bytes).unwrap();
+                for Message { sequence, bytes, .. } in world.log.read(other_name.sequence, usize::MAX) {
+                    let Ok(record) = wire::decode::<Record>("record", &bytes) else { continue };
                     let text = format!("{record:?}");
                     let about = match &record {
                         Record::Report(r) => r.ends.iter().any(|e| e.name.job == name.job && e.name.index == name.index),
@@ -166,7 +166,7 @@ pub fn began(world: &mut World, host: usize, name: AttemptName) {
 fn host_was_lost(world: &World, host: usize, name: &AttemptName) -> bool {
     let host = &world.hosts[host].name;
     let after = world.log.read(name.sequence + 1, usize::MAX).into_iter();
-    let mut decided = after.filter_map(|(_, bytes)| match wire::decode("record", &bytes) {
+    let mut decided = after.filter_map(|message| match wire::decode("record", &message.bytes) {
         Ok(Record::Decided(decided)) => Some(decided.decisions),
         _ => None,
     });
@@ -245,11 +245,11 @@ pub fn at_the_end(world: &mut World) -> Vec<String> {
             broken.push(format!("{}'s rows differ from a replay of the log: {}", c.name, difference(&c.rows, &whole)));
         }
     }
-    broken.extend(tasks(&whole, &first_successes(&log)));
+    broken.extend(tasks(&whole, &first_successes(&log), begun_from(&log)));
     broken
 }
 
-fn replay(log: &[(u64, Vec<u8>)], batch: usize) -> MapRows {
+fn replay(log: &[Message], batch: usize) -> MapRows {
     let rows = MapRows::default();
     let mut core = Core::open(&rows).unwrap();
     for (turn, records) in log.chunks(batch.min(log.len().max(1))).enumerate() {
@@ -298,12 +298,17 @@ fn difference(a: &MapRows, b: &MapRows) -> String {
 
 /// The first success of each task that the log says of an attempt which was still somebody's: told by the records alone, without `apply`.
 /// Tasks of jobs that somebody cancelled before it are left out: there the cancellation stands.
-fn first_successes(log: &[(u64, Vec<u8>)]) -> BTreeMap<(JobId, u32), u32> {
+fn first_successes(log: &[Message]) -> BTreeMap<(JobId, u32), u32> {
     let mut first = BTreeMap::new();
     let mut lives: BTreeMap<WorkerId, (Incarnation, u64)> = BTreeMap::new();
     let (mut over, mut cancelled) = (BTreeSet::new(), BTreeSet::new());
-    for (sequence, bytes) in log {
-        match wire::decode::<Record>("record", bytes).unwrap() {
+    for Message { sequence, bytes, mark } in log {
+        let record = match wire::decode::<Record>("record", bytes) {
+            Ok(record) => record,
+            Err(_) if *mark == Mark::Unfenced => continue,
+            Err(error) => panic!("record {sequence}: {error}"),
+        };
+        match record {
             Record::Control(Control { verb: Verb::Cancel { job, .. }, .. }) => _ = cancelled.insert(job),
             Record::Decided(decided) => {
                 for decision in decided.decisions {
@@ -334,8 +339,17 @@ fn first_successes(log: &[(u64, Vec<u8>)]) -> BTreeMap<(JobId, u32), u32> {
     first
 }
 
+/// From which record on what did not begin is no try.
+fn begun_from(log: &[Message]) -> u64 {
+    let raises = |message: &&Message| match wire::decode("record", &message.bytes) {
+        Ok(Record::Decided(decided)) => decided.decisions.iter().any(|d| matches!(d, Decision::Level(level) if *level >= LEVEL_BEGUN)),
+        _ => false,
+    };
+    log.iter().find(raises).map_or(u64::MAX, |message| message.sequence)
+}
+
 /// Every task of every job: one end, within its budget, and success exactly if a success was stored and reported.
-fn tasks(rows: &MapRows, successes: &BTreeMap<(JobId, u32), u32>) -> Vec<String> {
+fn tasks(rows: &MapRows, successes: &BTreeMap<(JobId, u32), u32>, begun_from: u64) -> Vec<String> {
     let mut broken = Vec::new();
     let mut jobs = Vec::new();
     rows.scan(Table::Jobs, b"", b"", &mut |key, _| {
@@ -351,6 +365,7 @@ fn tasks(rows: &MapRows, successes: &BTreeMap<(JobId, u32), u32>) -> Vec<String>
         }
         let mut last: BTreeMap<u32, Option<FailureClass>> = BTreeMap::new();
         let mut numbers: BTreeMap<u32, u32> = BTreeMap::new();
+        let mut tries: BTreeMap<u32, usize> = BTreeMap::new();
         rows.scan(Table::Results, &rows::job_key(id), b"", &mut |key, value| {
             let entry = rows::result_entry(key, value).unwrap();
             if last.get(&entry.index) == Some(&None) {
@@ -358,6 +373,7 @@ fn tasks(rows: &MapRows, successes: &BTreeMap<(JobId, u32), u32>) -> Vec<String>
             }
             last.insert(entry.index, entry.class);
             numbers.insert(entry.index, entry.number.into());
+            tries.insert(entry.index, entry.attempts.into());
             true
         })
         .unwrap();
@@ -378,6 +394,12 @@ fn tasks(rows: &MapRows, successes: &BTreeMap<(JobId, u32), u32>) -> Vec<String>
             let attempts = rows::attempts(rows, id, *index).unwrap();
             if attempts.len() as u64 > most {
                 broken.push(format!("{id}/{index} had {} attempts in {} rounds", attempts.len(), progress.round));
+            }
+            // Of one whose job ended it, the last attempt may have come to its end only after that.
+            let decided = numbers.get(index).is_some_and(|number| *number > 0);
+            if decided && id.0 > begun_from && tries.get(index) != Some(&attempts.len()) {
+                let counted = tries.get(index);
+                broken.push(format!("{id}/{index} counts {counted:?} tries, and {} attempts are kept of it", attempts.len()));
             }
         }
     }

@@ -2,6 +2,7 @@
 //!
 //! Whether a publish or its answer is lost, and how long both take, is the world's to decide.
 
+use volley_coordinator::core::{Mark, Message};
 use volley_jobspecs::subjects::LOG_LEADER;
 
 /// How a publish ends at the server.
@@ -14,7 +15,7 @@ pub enum Written {
 /// The stream.
 #[derive(Debug, Default)]
 pub struct Log {
-    records: Vec<(String, Vec<u8>)>,
+    records: Vec<(Mark, Vec<u8>)>,
     last_leader: u64,
     /// Everything before is trimmed: no coordinator may read it. Kept all the same, for the demands made at the end.
     first: u64,
@@ -25,7 +26,12 @@ impl Log {
         if after.is_some_and(|after| after != self.last_leader) {
             return Written::Refused;
         }
-        self.records.push((subject.to_owned(), bytes));
+        let mark = match after {
+            _ if subject != LOG_LEADER => Mark::Elsewhere,
+            Some(_) => Mark::Fenced,
+            None => Mark::Unfenced,
+        };
+        self.records.push((mark, bytes));
         let sequence = self.records.len() as u64;
         if subject == LOG_LEADER {
             self.last_leader = sequence;
@@ -34,10 +40,10 @@ impl Log {
     }
 
     /// Up to `count` records from `next` on.
-    pub fn read(&self, next: u64, count: usize) -> Vec<(u64, Vec<u8>)> {
+    pub fn read(&self, next: u64, count: usize) -> Vec<Message> {
         let from = (next as usize).saturating_sub(1).min(self.records.len());
         let some = self.records[from..].iter().take(count).enumerate();
-        some.map(|(at, (_, bytes))| ((from + at + 1) as u64, bytes.clone())).collect()
+        some.map(|(at, (mark, bytes))| Message { sequence: (from + at + 1) as u64, bytes: bytes.clone(), mark: *mark }).collect()
     }
 
     pub fn trim(&mut self, keep: u64) {

@@ -5,6 +5,7 @@
 use std::collections::BTreeMap;
 
 use volley_coordinator::checkpoint;
+use volley_coordinator::core::Message;
 use volley_coordinator::leader::{Action, Tuning};
 use volley_jobspecs::ids::{Incarnation, JobId, TenantId, WorkerId};
 use volley_jobspecs::subjects;
@@ -25,6 +26,8 @@ const DEVIL_UNTIL_MS: u64 = 120_000;
 const END_MS: u64 = 6_000_000;
 /// The lease's time to live at the server.
 const TTL_MS: u64 = 6_000;
+/// What NATS says to a publish.
+const PUB_ACK: &[u8] = br#"{"stream":"VOLLEY_LOG","seq":12}"#;
 const COORDINATORS: usize = 3;
 const WORKERS: usize = 5;
 
@@ -130,7 +133,7 @@ impl World {
         let mut world = Self::new(seed);
         world.go();
         let mut hash = 0;
-        for (sequence, bytes) in world.log.read(1, usize::MAX) {
+        for Message { sequence, bytes, .. } in world.log.read(1, usize::MAX) {
             hash = bytes.iter().fold(volley_jobspecs::backoff::splitmix64(hash ^ sequence), |h, b| h.rotate_left(5) ^ u64::from(*b));
         }
         (world.log.len(), hash)
@@ -364,6 +367,9 @@ impl World {
         if held && !leads && asked.is_none_or(|asked| now > asked + 200) {
             self.coordinators[at].asked_to_lead_at = Some(now);
             let (record, after) = self.coordinators[at].core.lead_record(&self.coordinators[at].name, self.coordinators[at].wall(now));
+            // As the driver: a restart forgot what was passed over.
+            let next = self.coordinators[at].next();
+            let after = self.log.last_leader().map(|(last, _)| last).filter(|last| *last < next).unwrap_or(after);
             self.publish_fenced(at, wire::encode(&record), after, true);
         }
     }
@@ -526,8 +532,8 @@ impl World {
             .log
             .read(1, usize::MAX)
             .into_iter()
-            .filter(|(_, bytes)| matches!(wire::decode::<Record>("r", bytes), Ok(Record::Submit(_))));
-        let jobs: Vec<u64> = submits.map(|(sequence, _)| sequence).collect();
+            .filter(|message| matches!(wire::decode::<Record>("r", &message.bytes), Ok(Record::Submit(_))));
+        let jobs: Vec<u64> = submits.map(|message| message.sequence).collect();
         let job = JobId(jobs[self.random.below(jobs.len() as u64) as usize]);
         let verb = match self.random.below(10) {
             0 => Verb::Cancel { job, stop_running: self.random.one_in(2), reason: String::new() },
@@ -572,6 +578,8 @@ impl World {
                 self.hosts[host].frozen_until = self.now + self.random.between(1, 40_000);
             }
             8 => self.input(host, Input::Drain).clear(),
+            // NATS answers to whatever subject a publish names.
+            9 => _ = self.log.append(subjects::LOG_LEADER, PUB_ACK.to_vec(), None),
             _ => {}
         }
         self.soon(200, 9_000, Event::Devil);

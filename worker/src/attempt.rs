@@ -233,6 +233,11 @@ impl Attempt {
     #[must_use]
     pub fn end(self, now_ms: u64, outcome: Outcome) -> AttemptEnd {
         let timing = self.timing(now_ms);
+        // A worker that is stopped is nobody's failure: what had not begun is no try.
+        let unbegun = self.phase == Phase::Preparing && self.stopping.is_some_and(|stopping| stopping.cause == StopCause::WorkerStopped);
+        if unbegun {
+            return AttemptEnd { timing, ..AttemptEnd::bare(self.name, Ending::Returned, self.isolation) };
+        }
         let stands = self.stopping.is_none_or(|stopping| stopping.after_exit && outcome.failure.is_none());
         let (ending, code, message) = match self.stopping {
             Some(stopping) if !stands => {
@@ -347,6 +352,19 @@ mod tests {
         assert_eq!(a.tick(1_100), Some(Force::Term));
         let end = a.end(1_200, Outcome::failed(FailureClass::StorageFailed, "aborted".into()));
         assert_eq!(end.ending, Ending::Failed(FailureClass::StartTimeout));
+    }
+
+    #[test]
+    fn what_had_not_begun_when_the_worker_was_stopped_is_handed_back() {
+        let (mut a, mut b) = (attempt(), attempt());
+        b.progress(150, Progress::Started { grace_ms: 10 });
+        for attempt in [&mut a, &mut b] {
+            assert_eq!(attempt.stop(200, StopCause::WorkerStopped), Some(Force::Abandon));
+        }
+        let stopped = || Outcome::failed(FailureClass::Cancelled, "stopped".into());
+        let (a, b) = (a.end(210, stopped()), b.end(210, stopped()));
+        assert_eq!((a.ending, b.ending), (Ending::Returned, Ending::Failed(FailureClass::HostLost)));
+        assert_eq!((a.message, a.timing.prepare_ms), (None, 110));
     }
 
     #[test]

@@ -26,8 +26,10 @@ pub use words::{Action, CoreConfig, Input, JobAnswer, JobFacts, Totals};
 const BEAT_RETRY_MS: u64 = 1_000;
 /// How long a worker that is told to stop at once tries to get its last reports into the log, in milliseconds.
 const STOP_FLUSH_MS: u64 = 3_000;
-/// How long a worker that leaves waits for the answer to its last beat, in milliseconds.
-const LEAVE_MS: u64 = 2_000;
+/// How long a worker that leaves waits until that is in the log, in milliseconds.
+const LEAVE_MS: u64 = 5_000;
+/// Wait before a worker whose leaving is not in the log yet says it again, in milliseconds: the log takes less as a rule.
+const LEAVE_AGAIN_MS: u64 = 50;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Going {
@@ -41,7 +43,7 @@ enum Going {
     Dying { then_exit: bool },
     /// Everything is dead and the driver was asked for a new life.
     Unborn,
-    /// The last beat is out.
+    /// Nothing is held any more; it is said until the log has it.
     Leaving { until_ms: u64 },
     /// Over.
     Gone,
@@ -228,6 +230,11 @@ impl Core {
         }
         self.beat_out = false;
         if matches!(self.going, Going::Leaving { .. }) {
+            // A life that ended before the log has it would be taken for one that was lost, with whatever it was given last.
+            if answer.joined && !answer.lost {
+                self.beat_at_ms = now_ms + LEAVE_AGAIN_MS;
+                return;
+            }
             self.going = Going::Gone;
             out.push(Action::Exit);
             return;

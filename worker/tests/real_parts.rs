@@ -58,8 +58,10 @@ fn play_coordinator(client: &async_nats::Client, jobs: BTreeMap<JobId, Vec<u8>>)
     tokio::spawn(async move {
         let mut messages = beat_client.subscribe(subjects::BEATS_ALL).await.unwrap();
         while let Some(message) = messages.next().await {
-            seen.lock().unwrap().push(wire::decode("beat", &message.payload).unwrap());
-            let answer = wire::encode(&BeatAnswer { term: Term(1), linger_ms: 2, joined: true, lost: false });
+            let beat: Beat = wire::decode("beat", &message.payload).unwrap();
+            let joined = !beat.leaving;
+            seen.lock().unwrap().push(beat);
+            let answer = wire::encode(&BeatAnswer { term: Term(1), linger_ms: 2, joined, lost: false });
             let _ = beat_client.publish(message.reply.unwrap(), answer.into()).await;
         }
     });

@@ -55,11 +55,11 @@ pub fn complete(document: &mut OpenApi) {
             } else {
                 ANSWERS.iter().for_each(|(status, when)| answer(operation, status, when));
                 // The tenant of the path, the query or the body may not be there.
-                answer(operation, "404", "There is no such thing, or not for this token");
+                answer(operation, "404", meaning("404"));
                 names_tenant(operation);
             }
             if operation.request_body.is_some() {
-                answer(operation, "413", "The body is larger than is taken here");
+                answer(operation, "413", meaning("413"));
             }
             describe(operation);
         }
@@ -82,11 +82,15 @@ fn names_tenant(operation: &mut Operation) {
 fn describe(operation: &mut Operation) {
     for (status, response) in &mut operation.responses.responses {
         let RefOr::T(response) = response else { continue };
-        let meaning = MEANINGS.iter().chain(&ANSWERS).find(|(known, _)| known == status).map(|(_, meaning)| *meaning);
-        if let Some(meaning) = meaning.filter(|_| response.description.is_empty()) {
-            response.description = meaning.to_owned();
+        if response.description.is_empty() {
+            response.description = meaning(status).to_owned();
         }
     }
+}
+
+/// What is said of a status; nothing of one that no route gives.
+fn meaning(status: &str) -> &'static str {
+    MEANINGS.iter().chain(&ANSWERS).find(|(known, _)| *known == status).map_or("", |(_, meaning)| meaning)
 }
 
 fn operations(item: &mut PathItem) -> impl Iterator<Item = &mut Operation> {

@@ -6,6 +6,7 @@ use volley_jobspecs::api::{Explanation, JobState};
 use volley_jobspecs::failure::FailureClass;
 use volley_jobspecs::ids::JobId;
 use volley_jobspecs::units;
+use volley_jobspecs::wire::plan::Isolation;
 use volley_jobspecs::wire::report::{Ending, Timing};
 
 use super::only;
@@ -55,7 +56,7 @@ pub fn task(task: &EndedTask<'_>) -> Explanation {
     explanation.details = details(task, class);
     explanation.next = match class {
         None => vec![format!("`volley outputs get {job} {index}` fetches its files, `volley logs {job} {index}` shows what it wrote")],
-        Some(class) => next(job, index, class, decided.is_some()),
+        Some(class) => next(job, index, class, decided.is_some(), task.facts.plan.needs.isolation),
     };
     explanation
 }
@@ -130,8 +131,19 @@ fn decided_by(task: &EndedTask<'_>, class: FailureClass) -> Option<String> {
 }
 
 /// What can be done about a failure.
-fn next(job: JobId, index: u32, class: FailureClass, ran: bool) -> Vec<String> {
-    let change = match class {
+fn next(job: JobId, index: u32, class: FailureClass, ran: bool, isolation: Isolation) -> Vec<String> {
+    let mut next: Vec<String> = change(class, isolation).into_iter().map(str::to_owned).collect();
+    if ran {
+        next.push(format!("`volley logs {job} {index}` shows what it wrote"));
+    }
+    next.push(format!("`volley rerun {job}` runs every task again that did not succeed"));
+    next
+}
+
+/// What would have to change for the next try to come out otherwise.
+pub(super) fn change(class: FailureClass, isolation: Isolation) -> Option<&'static str> {
+    let in_image = matches!(isolation, Isolation::Container | Isolation::Microvm);
+    match class {
         FailureClass::ExitCode | FailureClass::Signal => None,
         FailureClass::Oom => Some("give it more memory ($.task.resources.memory) and submit again"),
         FailureClass::RunTimeout => Some("give it more time ($.task.timeouts.run) and submit again"),
@@ -139,22 +151,21 @@ fn next(job: JobId, index: u32, class: FailureClass, ran: bool) -> Vec<String> {
         FailureClass::QueueTimeout => {
             Some("start workers that can run it (`volley workers` lists those there are), or wait longer ($.task.timeouts.queue)")
         }
+        FailureClass::RestoreFailed if in_image => Some(
+            "see that the image ($.task.image) is on the worker's host: `volley image ls` there lists them, `volley image import IMAGE` \
+             puts it there; the worker's log says more",
+        ),
         FailureClass::RestoreFailed | FailureClass::GuestLost | FailureClass::HostLost => {
             Some("look at the worker's host and log (`volley workers`)")
         }
+        FailureClass::InputMissing if in_image => Some("correct $.task.image, or put the input where $.task.inputs says"),
         FailureClass::InputMissing => Some("put the input where $.task.inputs says"),
         FailureClass::StorageFailed => {
             Some("see that what the message names (the bucket, or the server of an input) can be reached from the workers")
         }
         FailureClass::PolicyDenied => Some("change what the rule forbids, or ask an operator"),
         FailureClass::Cancelled => None,
-    };
-    let mut next: Vec<String> = change.into_iter().map(str::to_owned).collect();
-    if ran {
-        next.push(format!("`volley logs {job} {index}` shows what it wrote"));
     }
-    next.push(format!("`volley rerun {job}` runs every task again that did not succeed"));
-    next
 }
 
 /// Explains a job that has ended.
@@ -208,7 +219,7 @@ mod tests {
     use volley_jobspecs::ids::{AttemptName, TenantId, WorkerId};
     use volley_jobspecs::parse::parse_and_validate;
     use volley_jobspecs::validate::Features;
-    use volley_jobspecs::wire::plan::{Isolation, SpecRef};
+    use volley_jobspecs::wire::plan::SpecRef;
     use volley_jobspecs::wire::report::AttemptEnd;
 
     fn facts(retry: &str) -> Facts {

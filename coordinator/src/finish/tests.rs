@@ -6,7 +6,7 @@ use volley_jobspecs::wire::plan::{JobPlan, Retention, SpecRef};
 use volley_jobspecs::wire::record::{Actor, Control, Decided, Decision, Lead, Record, Submit, Verb};
 
 use super::*;
-use crate::core::{Core, CoreError, RECORDS_PER_DIGEST};
+use crate::core::{Core, CoreError, Mark, Message, RECORDS_PER_DIGEST};
 use crate::state::rows::MapRows;
 use crate::testing::plan;
 
@@ -29,7 +29,7 @@ impl Kept {
     }
 
     fn try_apply(&mut self, sequence: u64, record: &Record) -> Result<(), CoreError> {
-        self.core.apply(&self.rows, &[(sequence, wire::encode(record))]).map(|_| ())
+        self.core.apply(&self.rows, &[Message { sequence, bytes: wire::encode(record), mark: Mark::Fenced }]).map(|_| ())
     }
 
     fn apply(&mut self, record: &Record) {

@@ -6,6 +6,8 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
+use async_nats::HeaderMap;
+use async_nats::header::NATS_EXPECTED_LAST_SUBJECT_SEQUENCE;
 use async_nats::jetstream::consumer::{AckPolicy, DeliverPolicy, pull};
 use async_nats::jetstream::context::{PublishError, PublishErrorKind};
 use async_nats::jetstream::message::PublishMessage;
@@ -18,6 +20,7 @@ use volley_jobspecs::wire::trace;
 
 use super::stream;
 pub use super::stream::Shape;
+use crate::core::{Mark, Message};
 
 /// Records in one batch to the driver (DESIGN §5: smaller pulls fall behind).
 pub const BATCH_RECORDS: usize = 500;
@@ -253,7 +256,7 @@ impl Log {
 
     /// Reads every record from `next` on, for ever, in order and without a gap.
     #[must_use]
-    pub fn read(&self, next: u64) -> mpsc::Receiver<Result<Vec<(u64, Vec<u8>)>, LogError>> {
+    pub fn read(&self, next: u64) -> mpsc::Receiver<Result<Vec<Message>, LogError>> {
         let (sender, receiver) = mpsc::channel(BATCHES_WAITING);
         let log = self.clone();
         tokio::spawn(async move {
@@ -274,7 +277,7 @@ impl Log {
     }
 
     /// Reads until something fails. Consumers live in the server's memory, so a restarted server has forgotten ours.
-    async fn read_some(&self, next: &mut u64, sender: &mpsc::Sender<Result<Vec<(u64, Vec<u8>)>, LogError>>) -> Result<(), LogError> {
+    async fn read_some(&self, next: &mut u64, sender: &mpsc::Sender<Result<Vec<Message>, LogError>>) -> Result<(), LogError> {
         let stream = self.context.get_stream_no_info(LOG_STREAM).await.map_err(|e| nats("reading the stream VOLLEY_LOG")(&e))?;
         // A server that lost the end of the log gives its sequences out again: what comes next is not what was meant.
         let (_, last, _, _) = self.bounds().await?;
@@ -304,13 +307,22 @@ impl Log {
                     std::cmp::Ordering::Greater => return Err(LogError::Trimmed { next: *next, first: sequence }),
                 }
                 *next += 1;
-                records.push((sequence, message.payload.to_vec()));
+                let mark = mark(&message.subject, message.headers.as_ref());
+                records.push(Message { sequence, bytes: message.payload.to_vec(), mark });
             }
             if sender.send(Ok(records)).await.is_err() {
                 return Ok(());
             }
         }
         Ok(())
+    }
+}
+
+fn mark(subject: &str, headers: Option<&HeaderMap>) -> Mark {
+    match headers.and_then(|headers| headers.get(NATS_EXPECTED_LAST_SUBJECT_SEQUENCE)) {
+        _ if subject != LOG_LEADER => Mark::Elsewhere,
+        Some(_) => Mark::Fenced,
+        None => Mark::Unfenced,
     }
 }
 

@@ -45,7 +45,11 @@ pub async fn open(context: &Context, shape: Shape, cluster: &str) -> Result<Stre
     Err(nats("opening the stream VOLLEY_LOG")(&"it comes and goes"))
 }
 
-async fn find(context: &Context) -> Result<Option<Stream>, LogError> {
+/// The stream that is there.
+///
+/// # Errors
+/// [`LogError::Nats`].
+pub(crate) async fn find(context: &Context) -> Result<Option<Stream>, LogError> {
     match context.get_stream(LOG_STREAM).await {
         Ok(stream) => Ok(Some(stream)),
         Err(error) => match error.kind() {
@@ -56,7 +60,7 @@ async fn find(context: &Context) -> Result<Option<Stream>, LogError> {
 }
 
 async fn make(context: &Context, shape: Shape, cluster: &str) -> Result<Stream, CreateStreamError> {
-    let mut config = Config {
+    let config = Config {
         name: LOG_STREAM.to_owned(),
         subjects: vec![LOG_ALL.to_owned()],
         retention: RetentionPolicy::Limits,
@@ -69,49 +73,57 @@ async fn make(context: &Context, shape: Shape, cluster: &str) -> Result<Stream, 
         metadata: HashMap::from([(CLUSTER_ID.to_owned(), cluster.to_owned())]),
         ..Config::default()
     };
-    for bytes in sizes(shape) {
-        config.max_bytes = bytes;
-        match context.create_stream(config.clone()).await {
-            Err(error) if bytes > 0 && has_no_room(&error) && shape.bytes_max.is_none() => {}
-            made => return made,
-        }
-    }
-    context.create_stream(config).await
+    let (sizes, last) = sizes(shape);
+    with_room(&sizes, last, |max_bytes| context.create_stream(Config { max_bytes, ..config.clone() })).await
 }
 
 /// Gives a stream that is there what it lacks.
 async fn bring(context: &Context, stream: Stream, shape: Shape) -> Result<Stream, LogError> {
     let mut config = stream.cached_info().config.clone();
     let replicas = shape.replicas.filter(|wanted| *wanted != config.num_replicas);
-    let bytes = match shape.bytes_max {
-        Some(wanted) => i64::try_from(wanted).ok().filter(|wanted| *wanted != config.max_bytes),
+    let (mut tried, last) = match shape.bytes_max {
         // Made by a version that gave it none.
-        None => (config.max_bytes <= 0).then_some(BYTES_DEFAULT),
+        None if config.max_bytes <= 0 => sizes(shape),
+        None => (Vec::new(), config.max_bytes),
+        Some(_) => sizes(shape),
     };
-    if replicas.is_none() && bytes.is_none() {
+    if replicas.is_none() && tried.is_empty() && last == config.max_bytes {
         return Ok(stream);
     }
     config.num_replicas = replicas.unwrap_or(config.num_replicas);
     let used = i64::try_from(stream.cached_info().state.bytes).unwrap_or(i64::MAX);
-    let tried = if bytes.is_some() { sizes(shape) } else { vec![config.max_bytes] };
     // A new log may be refused more room than it uses, but no log is made smaller than what is in it.
-    for bytes in tried.into_iter().filter(|bytes| *bytes <= 0 || *bytes > used || shape.bytes_max.is_some()) {
-        config.max_bytes = bytes;
-        match context.update_stream(config.clone()).await {
-            Ok(_) => break,
-            Err(error) if bytes > 0 && has_no_room(&error) && shape.bytes_max.is_none() => {}
-            Err(error) => return Err(refused(&error, shape)),
-        }
-    }
+    tried.retain(|bytes| *bytes > used);
+    let update = |max_bytes| {
+        let config = Config { max_bytes, ..config.clone() };
+        async move { context.update_stream(config).await }
+    };
+    let updated = with_room(&tried, last, update).await;
+    updated.map_err(|error| refused(&error, shape))?;
     find(context).await?.ok_or_else(|| nats("opening the stream VOLLEY_LOG")(&"it is gone"))
 }
 
-/// Sizes to try, the largest first; the last is no limit, where nobody named one.
-fn sizes(shape: Shape) -> Vec<i64> {
+/// Asks for one size after the other while there is no room for it, and for `last` in the end.
+async fn with_room<T, A>(sizes: &[i64], last: i64, ask: impl Fn(i64) -> A) -> Result<T, CreateStreamError>
+where
+    A: Future<Output = Result<T, CreateStreamError>>,
+{
+    for bytes in sizes {
+        match ask(*bytes).await {
+            Err(error) if has_no_room(&error) => {}
+            asked => return asked,
+        }
+    }
+    ask(last).await
+}
+
+/// Sizes to try, the largest first, and what is asked for in the end: the one that was named, or no limit where nobody named one.
+fn sizes(shape: Shape) -> (Vec<i64>, i64) {
     match shape.bytes_max {
-        Some(bytes) => vec![i64::try_from(bytes).unwrap_or(i64::MAX)],
+        Some(bytes) => (Vec::new(), i64::try_from(bytes).unwrap_or(i64::MAX)),
         None => {
-            std::iter::successors(Some(BYTES_DEFAULT), |bytes| Some(bytes / 2).filter(|half| *half >= BYTES_LEAST)).chain([-1]).collect()
+            let halves = std::iter::successors(Some(BYTES_DEFAULT), |bytes| Some(bytes / 2).filter(|half| *half >= BYTES_LEAST));
+            (halves.collect(), -1)
         }
     }
 }
@@ -143,9 +155,9 @@ mod tests {
 
     #[test]
     fn sizes_are_halved_until_there_is_room_unless_one_was_named() {
-        let all = sizes(Shape::default());
-        assert_eq!((all.first(), all.last()), (Some(&BYTES_DEFAULT), Some(&-1)));
-        assert!(all.windows(2).all(|pair| pair[0] == 2 * pair[1] || pair[1] == -1) && all.contains(&BYTES_LEAST), "{all:?}");
-        assert_eq!(sizes(Shape { bytes_max: Some(7), replicas: None }), [7]);
+        let (all, last) = sizes(Shape::default());
+        assert_eq!((all.first(), all.last(), last), (Some(&BYTES_DEFAULT), Some(&BYTES_LEAST), -1));
+        assert!(all.windows(2).all(|pair| pair[0] == 2 * pair[1]), "{all:?}");
+        assert_eq!(sizes(Shape { bytes_max: Some(7), replicas: None }), (Vec::new(), 7));
     }
 }

@@ -53,6 +53,8 @@ pub struct Effects {
     pub closed: Vec<(WorkerId, BundleId, JobId)>,
     /// Workers that were lost and did not leave of their own will.
     pub workers_lost: u64,
+    /// Messages that were passed over because no leader wrote them.
+    pub aliens: u64,
     /// Bundles that were opened, each with its job.
     pub opened: Vec<(WorkerId, BundleId, JobId)>,
 }

@@ -152,7 +152,7 @@ pub struct Head {
     #[n(12)]
     #[cbor(default)]
     pub checkpoints: Vec<u64>,
-    /// Records that were passed over, because an operator said so.
+    /// Messages that were passed over, because an operator said so or no leader wrote them.
     #[n(13)]
     #[cbor(default)]
     pub skipped: BTreeSet<u64>,

@@ -55,7 +55,12 @@ pub struct Items {
 
 /// `oneOf` for "exactly one of these fields".
 fn one_of(fields: &[&str]) -> Value {
-    fields.iter().map(|field| json!({ "required": [field] })).collect()
+    fields.iter().map(|field| given(field)).collect()
+}
+
+/// "This field is there"; one that is null is not.
+pub(crate) fn given(field: &str) -> Value {
+    json!({ "required": [field], "properties": { field: { "not": { "type": "null" } } } })
 }
 
 /// The whole numbers from `from` up to but not including `to`, every `step`-th.

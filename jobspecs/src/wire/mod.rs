@@ -10,6 +10,7 @@
 //! | 2 | `Checkpointed`, `UploadGone`, `Uploaded`, and the uploads a submit names |
 //! | 3 | a job notes which record opened its round; a queue deadline says what was waited for; items and stored specs are named for one job; `UploadFound`; a removed job is not rerun |
 //! | 4 | a token says when it was made; `RemoveTenant`; an attempt that is handed back is no try |
+//! | 5 | an attempt that ends without having begun is no try, however it ends; nothing that a worker leaves behind of its own will had begun |
 
 pub mod guest;
 pub mod live;
@@ -22,7 +23,7 @@ pub mod work;
 use minicbor::{Decode, Encode};
 
 /// The newest record level this build can apply.
-pub const LEVEL: u32 = 4;
+pub const LEVEL: u32 = 5;
 /// From this level on there are records of checkpoints and uploads.
 pub const LEVEL_KEEPING: u32 = 2;
 /// From this level on a job notes which record opened its round, a queue deadline says what was waited for, and what a job stored goes
@@ -32,6 +33,9 @@ pub const LEVEL_ROUNDS: u32 = 3;
 pub const LEVEL_TENANTS: u32 = 4;
 /// From this level on an attempt that was handed back before it began has not used up a number.
 pub const LEVEL_UNCOUNTED: u32 = 4;
+/// From this level on no attempt that ended before it began has used up a number: not of a task that was cancelled meanwhile, nor one that
+/// waited in the bundle of a lost worker; and a worker that leaves of its own will has begun nothing of what it still was given.
+pub const LEVEL_BEGUN: u32 = 5;
 
 /// Largest message we publish, in bytes: NATS refuses more than 1 MiB by default, and headers need room too.
 pub const MESSAGE_BYTES_MAX: usize = 1_000_000;

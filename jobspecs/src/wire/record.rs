@@ -276,7 +276,7 @@ pub enum Decision {
         /// In which life.
         #[n(1)]
         incarnation: Incarnation,
-        /// Did it leave of its own will, holding nothing?
+        /// Did it leave of its own will, holding nothing? What it was given meanwhile it never began.
         #[n(2)]
         left: bool,
     },

@@ -11,7 +11,7 @@ use std::sync::Arc;
 
 use clap::Args;
 use serde_json::{Map, Value, json};
-use volley_jobspecs::parse::{SPEC_BYTES_MAX, parse, parse_and_validate};
+use volley_jobspecs::parse::{SPEC_BYTES_MAX, parse, parse_and_validate, too_large};
 use volley_jobspecs::validate::{Features, ValidJob};
 use volley_sdk::{Client, Error};
 
@@ -134,12 +134,17 @@ fn read(path: &Path) -> Result<Vec<u8>, CliError> {
     let mut text = Vec::new();
     // One more than allowed, so that the spec's own check sees that it is too large.
     let limit = SPEC_BYTES_MAX as u64 + 1;
-    let read = if path == Path::new("-") {
-        std::io::stdin().lock().take(limit).read_to_end(&mut text)
-    } else {
-        std::fs::File::open(path).and_then(|file| file.take(limit).read_to_end(&mut text))
-    };
-    read.map_err(CliError::file(path, "read the spec"))?;
+    let failed = |error| CliError::file(path, "read the spec")(error);
+    if path == Path::new("-") {
+        std::io::stdin().lock().take(limit).read_to_end(&mut text).map_err(failed)?;
+        return Ok(text);
+    }
+    let file = std::fs::File::open(path).map_err(failed)?;
+    let bytes = file.metadata().map_err(failed)?.len();
+    if bytes >= limit {
+        return Err(CliError::Sdk(Error::BadSpec(too_large(Some(bytes)))));
+    }
+    file.take(limit).read_to_end(&mut text).map_err(failed)?;
     Ok(text)
 }
 

@@ -137,8 +137,12 @@ impl World {
     }
 
     fn answer(&mut self, lost: bool) {
+        self.answered(true, lost);
+    }
+
+    fn answered(&mut self, joined: bool, lost: bool) {
         let incarnation = self.core.incarnation();
-        let answer = BeatAnswer { term: Term(1), linger_ms: 5, joined: true, lost };
+        let answer = BeatAnswer { term: Term(1), linger_ms: 5, joined, lost };
         self.give(Input::BeatAnswered { incarnation, answer });
     }
 
@@ -322,8 +326,54 @@ fn drain_finishes_what_runs_hands_back_the_rest_and_leaves() {
     assert!(!w.exited);
     w.ack();
     assert!(w.beats.last().is_some_and(|beat| beat.leaving && beat.held.is_empty()));
-    w.answer(false);
+    w.answered(false, false);
     assert!(w.exited);
+}
+
+#[test]
+fn a_worker_says_that_it_leaves_until_the_log_has_it() {
+    let leaving = || {
+        let mut w = World::new(config(1));
+        w.answer(false);
+        w.give(Input::Drain);
+        // The answer to the beat before.
+        w.answer(false);
+        assert!(!w.exited);
+        w
+    };
+    let mut w = leaving();
+    // What was sent to it meanwhile goes back.
+    w.run(0, 0, 1);
+    assert!(w.running.is_empty() && w.published[0].1[0].ending == Ending::Returned);
+    let said = w.beats.len();
+    w.at(LEAVE_AGAIN_MS);
+    assert_eq!(w.beats.iter().skip(said).map(|beat| beat.leaving).collect::<Vec<_>>(), [false], "it holds what is not in the log");
+    w.ack();
+    w.answer(false);
+    w.at(3 * LEAVE_AGAIN_MS);
+    assert!(w.beats.last().is_some_and(|beat| beat.leaving) && !w.exited);
+    w.answered(false, false);
+    assert!(w.exited);
+    let mut alone = leaving();
+    alone.at(LEAVE_MS);
+    assert!(alone.exited, "not for ever");
+}
+
+#[test]
+fn what_was_being_prepared_when_the_worker_was_stopped_is_handed_back() {
+    let mut w = World::new(config(2));
+    w.run(0, 0, 1);
+    w.run(1, 5, 1);
+    let name = w.running[&1];
+    w.give(Input::Progress { slot: 1, name, progress: Progress::Started { grace_ms: 100 } });
+    w.give(Input::Stop);
+    for slot in 0..2 {
+        w.end(slot, Outcome::failed(FailureClass::Cancelled, "stopped".into()));
+    }
+    w.ack();
+    w.at(10);
+    let ends: Vec<_> = w.published.iter().flat_map(|(_, ends)| ends.iter().map(|end| (end.name.index, end.ending))).collect();
+    assert_eq!(ends, [(0, Ending::Returned), (5, Ending::Failed(FailureClass::HostLost))]);
 }
 
 #[test]

@@ -1,0 +1,157 @@
+//! What counts as a try: an attempt that began, or may have.
+
+use volley_jobspecs::ids::{BundleId, Term};
+use volley_jobspecs::wire::plan::SpecRef;
+use volley_jobspecs::wire::record::{Actor, Assignment, Control, Decided, Decision, Lead, Record, Run, Submit, Verb};
+
+use super::*;
+use crate::state::invariants;
+use crate::state::task::Page;
+use crate::testing::plan;
+
+const JOB: JobId = JobId(2);
+
+/// A worker with one slot, and a job of so many tasks.
+struct World {
+    state: State,
+    sequence: u64,
+    round: u64,
+    worker: WorkerId,
+    rows: Vec<(u32, FailureClass)>,
+    /// The page of its tasks, once nothing changes it any more.
+    settled: Option<Page>,
+}
+
+impl World {
+    fn new(level: u32, tasks: u32) -> Self {
+        let worker = "w".parse().unwrap();
+        let mut world = Self { state: State::default(), sequence: 0, round: 0, worker, rows: Vec::new(), settled: None };
+        world.apply(&Record::Lead(Lead { term: Term(1), coordinator: "c".into(), now_ms: 1_000 }));
+        world.state.tenants.insert("default".parse().unwrap(), crate::state::Tenant { policy: Default::default() });
+        let submit = Submit {
+            actor: actor(),
+            idempotency_key: "k".to_owned(),
+            spec_hash: "h".to_owned(),
+            plan: plan(tasks),
+            spec: SpecRef::Inline(Vec::new().into()),
+            trace: None,
+            uploads: Vec::new(),
+        };
+        world.apply(&Record::Submit(Box::new(submit)));
+        world.decide(Decision::Level(level));
+        world.joins(1);
+        world
+    }
+
+    fn apply(&mut self, record: &Record) {
+        self.sequence += 1;
+        let mut fx = Effects::default();
+        crate::apply::apply(&mut self.state, self.sequence, record, &mut fx).unwrap();
+        self.rows.extend(fx.attempts.iter().filter_map(|(name, row)| match row.end.ending {
+            Ending::Failed(class) => Some((name.index, class)),
+            Ending::Succeeded | Ending::Returned => None,
+        }));
+        self.settled = fx.settled.pop().map(|(_, _, page)| page).or(self.settled.take());
+        assert_eq!(invariants::broken(&self.state), Vec::<String>::new(), "after record {}", self.sequence);
+    }
+
+    fn decide(&mut self, decision: Decision) {
+        self.round += 1;
+        self.apply(&Record::Decided(Decided { term: Term(1), round: self.round, decisions: vec![decision] }));
+    }
+
+    fn joins(&mut self, life: u64) {
+        let info = WorkerInfo {
+            slots: 1,
+            cpu_milli: 4_000,
+            memory_bytes: 1 << 30,
+            disk_bytes: 1 << 30,
+            isolation: vec![Isolation::Null],
+            labels: BTreeMap::new(),
+            limits: true,
+            build: String::new(),
+            host: String::new(),
+        };
+        self.decide(Decision::WorkerJoined { worker: self.worker.clone(), incarnation: Incarnation(life), info });
+    }
+
+    /// Gives the worker a bundle of these tasks.
+    fn assign(&mut self, life: u64, first: u32, count: u32) -> BundleId {
+        let tasks = vec![Run { first, count }];
+        let assignment = Assignment { worker: self.worker.clone(), incarnation: Incarnation(life), job: JOB, tasks };
+        self.decide(Decision::Assign(vec![assignment]));
+        BundleId { sequence: self.sequence, place: 0 }
+    }
+
+    fn lost(&mut self, left: bool) {
+        self.decide(Decision::WorkerLost { worker: self.worker.clone(), incarnation: Incarnation(1), left });
+    }
+
+    /// The number, failures and infra failures of each task.
+    fn tries(&self) -> Vec<(u16, u16, u16)> {
+        let job = &self.state.jobs[&JOB];
+        let cell = |index| self.settled.as_ref().map_or_else(|| job.cell(index), |page| page.get(index as u16).copied());
+        let cell = |index| cell(index).map_or((0, 0, 0), |cell| (cell.number, cell.failures, cell.infra));
+        (0..job.facts.plan.tasks).map(cell).collect()
+    }
+}
+
+fn actor() -> Actor {
+    Actor { tenant: "default".parse().unwrap(), principal: "p".into(), request_id: "r".into() }
+}
+
+#[test]
+fn a_worker_that_leaves_had_begun_nothing_of_what_it_still_was_given() {
+    let tried = |level| {
+        let mut world = World::new(level, 3);
+        world.assign(1, 0, 2);
+        world.lost(true);
+        (world.tries(), world.rows)
+    };
+    let charged = (1, 0, 1);
+    assert_eq!(tried(LEVEL_UNCOUNTED), (vec![charged, (1, 0, 0), (0, 0, 0)], vec![(0, FailureClass::HostLost)]));
+    assert_eq!(tried(LEVEL_BEGUN), (vec![(0, 0, 0); 3], Vec::new()));
+}
+
+#[test]
+fn of_a_lost_bundle_only_the_first_task_was_tried() {
+    let tried = |level| {
+        let mut world = World::new(level, 3);
+        world.assign(1, 0, 3);
+        world.lost(false);
+        (world.tries(), world.rows)
+    };
+    let row = vec![(0, FailureClass::HostLost)];
+    assert_eq!(tried(LEVEL_UNCOUNTED), (vec![(1, 0, 1), (1, 0, 0), (1, 0, 0)], row.clone()));
+    assert_eq!(tried(LEVEL_BEGUN), (vec![(1, 0, 1), (0, 0, 0), (0, 0, 0)], row));
+    let mut world = World::new(LEVEL_BEGUN, 2);
+    world.assign(1, 0, 2);
+    world.joins(2);
+    assert_eq!(world.tries(), [(1, 0, 1), (0, 0, 0)], "a new life ends what the old one held");
+    world.decide(Decision::Tick(100_000));
+    world.assign(2, 0, 2);
+    assert_eq!(world.tries(), [(2, 0, 1), (1, 0, 0)]);
+}
+
+#[test]
+fn what_waited_when_its_job_was_cancelled_was_not_tried() {
+    for (returned, left) in [(true, false), (false, true), (false, false)] {
+        let mut world = World::new(LEVEL_BEGUN, 2);
+        let bundle = world.assign(1, 0, 2);
+        world.apply(&Record::Control(Control {
+            actor: actor(),
+            verb: Verb::Cancel { job: JOB, stop_running: true, reason: String::new() },
+        }));
+        if returned {
+            let name = |index| AttemptName { job: JOB, stage: 0, index, number: 1, sequence: bundle.sequence };
+            let ends = (0..2).map(|index| AttemptEnd::bare(name(index), Ending::Returned, Isolation::Null)).collect();
+            world.apply(&Record::Report(Report { worker: world.worker.clone(), incarnation: Incarnation(1), number: 1, ends }));
+        } else {
+            world.lost(left);
+        }
+        assert!(world.settled.is_some());
+        let first = if returned || left { 0 } else { 1 };
+        assert_eq!(world.tries(), [(first, 0, 0), (0, 0, 0)], "{returned} {left}");
+        assert_eq!(world.rows.len(), usize::from(first));
+    }
+}

@@ -191,7 +191,10 @@ mod tests {
         #[test]
         fn a_frame_is_found_behind_anything(noise: Vec<u8>, cut in 0..FRAME_BYTES, piece in 1usize..200, byte: u8) {
             let mut bytes = noise;
-            bytes.extend_from_slice(&resync(byte.wrapping_add(1)).encode(From::Host)[..cut]);
+            let half = resync(byte.wrapping_add(1)).encode(From::Host);
+            // What is cut off may by chance be what the next frame begins with: then the half one is whole.
+            prop_assume!(!CALL.starts_with(&half[cut..]));
+            bytes.extend_from_slice(&half[..cut]);
             bytes.extend_from_slice(&resync(byte).encode(From::Host));
             prop_assert_eq!(found(&bytes, piece), [resync(byte)]);
         }

@@ -71,6 +71,12 @@ pub enum RestoreError {
     /// This host has no randomness.
     #[error("the system gives no random bytes: {0}")]
     Random(String),
+    /// Its VMM grew beyond what is set aside for it.
+    #[error("the host's kernel ended the machine, which took more than the {} MiB that are set aside for it on the host", .bytes >> 20)]
+    HostMemory {
+        /// The limit.
+        bytes: u64,
+    },
     /// Inputs do not get into it.
     #[error("copying inputs into the machine: {0}")]
     Inputs(FilesError),
@@ -101,6 +107,7 @@ impl RestoreError {
             | Self::Vmm(_)
             | Self::Guest(_)
             | Self::NotUnique
+            | Self::HostMemory { .. }
             | Self::Random(_)
             | Self::Inputs(_) => FailureClass::RestoreFailed,
             Self::Scratch(_) | Self::Bundle { .. } => FailureClass::StorageFailed,

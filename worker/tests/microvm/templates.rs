@@ -11,7 +11,7 @@ use volley_jobspecs::wire::guest::mux::Channel;
 use volley_worker::guest::Guest;
 use volley_worker::image::Store;
 use volley_worker::image::kernel::{self, Places};
-use volley_worker::machines::{Machines, TemplateError};
+use volley_worker::machines::{Machines, TemplateError, Wanted};
 use volley_worker::template::{BuildError, Builder, WarmUp};
 use volley_worker::vmm::Vmm;
 use volley_worker::{MachineConfig, chain};
@@ -39,31 +39,36 @@ async fn a_template_is_built_once_and_goes_when_another_needs_its_room() {
     config.standby_bytes_max = 0;
     let mut without = config.clone();
     without.qemu = Some("/nowhere/qemu".into());
-    let why = Machines::open(&without, &dir.path().join("machines"), 2).await.unwrap_err().to_string();
+    let why = Machines::open(&without, &dir.path().join("machines"), 2, None).await.unwrap_err().to_string();
     assert_eq!(why, "QEMU can't be used: /nowhere/qemu is not there; install qemu-system-x86");
-    let machines = Machines::open(&config, &dir.path().join("machines"), 2).await.unwrap();
+    let machines = Machines::open(&config, &dir.path().join("machines"), 2, None).await.unwrap();
     let (name, tenant, other) = (format!("sha256:{}", note.digest.hex()), TenantId::new("a").unwrap(), TenantId::new("b").unwrap());
     let begin = Instant::now();
     let (small, large) = (resources(32), resources(96));
-    let eight = futures::future::join_all((0..8).map(|_| machines.template(&tenant, Some(&name), &small))).await;
+    let wanted = Wanted::plain(&tenant, Some(&name), &small);
+    let eight = futures::future::join_all((0..8).map(|_| machines.template(&wanted))).await;
     let built = begin.elapsed();
     let eight: Vec<_> = eight.into_iter().map(|found| found.unwrap().template).collect();
     assert!(eight.iter().all(|template| Arc::ptr_eq(template, &eight[0])), "one build for all who ask");
     let begin = Instant::now();
-    let again = machines.template(&tenant, Some(&name), &small).await.unwrap().template;
+    let again = machines.template(&Wanted::plain(&tenant, Some(&name), &small)).await.unwrap().template;
     assert!(Arc::ptr_eq(&again, &eight[0]));
     let (memory, state) = (again.memory().allocated_bytes().unwrap(), again.state().bytes().unwrap());
     eprintln!("built in {built:?}, found in {:?}; memory {} KiB, state {} KiB", begin.elapsed(), memory >> 10, state >> 10);
     // Another tenant's is another one, and there is no room for it while the first is used.
-    let full = machines.template(&other, Some(&name), &large).await.unwrap_err();
+    let full = machines.template(&Wanted::plain(&other, Some(&name), &large)).await.unwrap_err();
     assert!(matches!(&full, TemplateError::Build(why) if matches!(**why, BuildError::NoRoom(_))), "{full}");
     assert!(full.to_string().contains("1 template in use"), "{full}");
     let first = again.name;
     drop((eight, again));
-    let second = machines.template(&other, Some(&name), &large).await.unwrap().template;
+    let second = machines.template(&Wanted::plain(&other, Some(&name), &large)).await.unwrap().template;
     assert_ne!(second.name, first);
     drop(second);
-    assert_eq!(machines.template(&tenant, Some(&name), &small).await.unwrap().template.name, first, "built anew, with the same name");
+    assert_eq!(
+        machines.template(&Wanted::plain(&tenant, Some(&name), &small)).await.unwrap().template.name,
+        first,
+        "built anew, with the same name"
+    );
 
     // By hand: a warm-up whose work is in every machine, one that fails, one that never ends.
     let (kernel, store) = (kernel::find(None, &Places::of_process()).unwrap(), Store::open(&config.images).unwrap());
@@ -75,20 +80,21 @@ async fn a_template_is_built_once_and_goes_when_another_needs_its_room() {
         kernel: kernel.path.clone(),
         initrd: initrd.clone(),
         root: store.root(&note.root),
+        cgroups: Vec::new(),
         env: vec![("FROM".to_owned(), "the image".to_owned())],
         time_max,
     };
-    let mut recipe = machines.template(&tenant, Some(&name), &small).await.unwrap().template.recipe.clone();
+    let mut recipe = machines.template(&Wanted::plain(&tenant, Some(&name), &small)).await.unwrap().template.recipe.clone();
     recipe.warm_up = vec![shell("echo warm $FROM > /etc/warm"), shell("sleep 1000 > /dev/null 2>&1 & true")];
     let (snapshot, kept) = builder(Duration::from_secs(100)).build(&recipe).await.unwrap_or_else(|why| panic!("{}", chain(&why)));
     assert_eq!(kept, 0);
     assert_eq!(sh(&*machines.vmm, &snapshot, "cat /etc/warm; ls -d /proc/[0-9]* | wc -l >&2").await, "warm the image\n");
     recipe.warm_up = vec![shell("echo no use >&2; exit 5")];
     let why = builder(Duration::from_secs(100)).build(&recipe).await.unwrap_err().to_string();
-    assert!(why.contains("/bin/sh ended with exit code 5") && why.ends_with("said last: no use"), "{why}");
+    assert!(why.ends_with(r#"warmUp[0] (/bin/sh -c "echo no use >&2; exit 5") ended with exit code 5; it said last: no use"#), "{why}");
     recipe.warm_up = vec![shell("sleep 1000")];
     let why = builder(Duration::from_secs(25)).build(&recipe).await.unwrap_err().to_string();
-    assert!(why.contains("did not end within 25 s; it was at its warm-up"), "{why}");
+    assert!(why.contains(r#"warmUp[0] (/bin/sh -c "sleep 1000") did not end within 25 s"#), "{why}");
     machines.close().await;
 }
 

@@ -6,10 +6,9 @@ use std::time::{Duration, Instant};
 
 use volley_jobspecs::keys;
 use volley_jobspecs::wire::report::Ending;
-use volley_worker::vmm::spawner::MachineSpawner;
 
 use crate::support::text;
-use crate::{children, task, world};
+use crate::{children, spawner, task, world};
 
 /// What this process holds: descriptors by kind, the machines' processes, and files of its directory.
 #[derive(Debug, PartialEq, Eq)]
@@ -45,10 +44,7 @@ const WHO: &str = "head -c 16 /dev/urandom | od -A n -t x1 | tr -d ' '; cat /pro
 
 #[tokio::test(flavor = "multi_thread")]
 async fn ten_machines_leave_nothing_and_are_unlike_each_other() {
-    let spawner = match MachineSpawner::start() {
-        Ok(spawner) => spawner,
-        Err(why) => return eprintln!("skipped: {why}"),
-    };
+    let Some(spawner) = spawner() else { return };
     let (ours, mut dir) = (spawner.clone(), PathBuf::new());
     let started = world(|config| {
         config.machines.spawner = Some(ours);
@@ -90,10 +86,7 @@ async fn ten_machines_leave_nothing_and_are_unlike_each_other() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_machine_that_waits_is_taken_and_another_one_waits_then() {
-    let spawner = match MachineSpawner::start() {
-        Ok(spawner) => spawner,
-        Err(why) => return eprintln!("skipped: {why}"),
-    };
+    let Some(spawner) = spawner() else { return };
     let ours = spawner.clone();
     let Some((mut w, image)) = world(|config| config.machines.spawner = Some(ours)).await else { return };
     let mut runs = Vec::new();

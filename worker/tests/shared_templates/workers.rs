@@ -16,7 +16,7 @@ use volley_worker::MachineConfig;
 use volley_worker::guest::Guest;
 use volley_worker::image::kernel::{self, Places};
 use volley_worker::image::{ImageNote, Store};
-use volley_worker::machines::{Machines, TemplateError};
+use volley_worker::machines::{Machines, TemplateError, Wanted};
 use volley_worker::restore::RestoreError;
 use volley_worker::template::claim::Leases;
 use volley_worker::template::depot::{Depot, Look};
@@ -69,11 +69,11 @@ impl Worker {
         let told = steps.clone();
         config.steps = Some(Steps::new(move |step| told.lock().unwrap().push(step)));
         change(&mut config);
-        Self { machines: Machines::open(&config, &dir.join("machines"), 2).await.unwrap(), steps }
+        Self { machines: Machines::open(&config, &dir.join("machines"), 2, None).await.unwrap(), steps }
     }
 
     pub async fn template(&self, image: &str) -> Result<Arc<Template>, TemplateError> {
-        self.machines.template(&tenant(), Some(image), &small()).await.map(|found| found.template)
+        self.machines.template(&Wanted::plain(&tenant(), Some(image), &small())).await.map(|found| found.template)
     }
 
     /// Its phases, each once, in order; without what they moved.
@@ -173,7 +173,7 @@ async fn a_template_is_built_by_one_worker_and_run_by_all() {
     let seven = Worker::start_with(dir.path(), "w7", &images, bucket.depot().await, &nats.address(), little).await;
     drop(seven.template(&image).await.unwrap());
     let other = TenantId::new("other").unwrap();
-    let why = seven.machines.template(&other, Some(&image), &small()).await.unwrap_err();
+    let why = seven.machines.template(&Wanted::plain(&other, Some(&image), &small())).await.unwrap_err();
     assert!(matches!(&why, TemplateError::Build(why) if matches!(**why, BuildError::NoRoom(_))), "{why}");
     for worker in [one, two, three, seven] {
         worker.machines.close().await;
@@ -262,6 +262,7 @@ fn builder(dir: &Path, machines: &Machines, note: &ImageNote, images: &Path, tim
         kernel: kernel::find(None, &Places::of_process()).unwrap().path,
         initrd,
         root: Store::open(images).unwrap().root(&note.root),
+        cgroups: Vec::new(),
         env: Vec::new(),
         time_max,
     }
@@ -304,7 +305,8 @@ async fn a_warm_ups_processes_live_on_only_where_they_are_declared_and_its_failu
         assert_eq!((shown.recipe.keep_processes, shown.kept_processes), (keep, u32::from(keep)));
     }
     // One that fails, one that never ends: one build of two workers, one error.
-    for (script, secs, says) in [("echo no use >&2; exit 5", 100, "ended with exit code 5"), ("sleep 1000", 25, "it was at its warm-up")] {
+    for (script, secs, says) in [("echo no use >&2; exit 5", 100, "ended with exit code 5"), ("sleep 1000", 25, "did not end within 25 s")]
+    {
         let recipe = Recipe { warm_up: vec![shell(script)], ..plain.recipe.clone() };
         let (one, two) = (shelf("w1").await, shelf("w2").await);
         let (first, second) = futures::join!(one.get(&recipe, || build(secs)), two.get(&recipe, || build(secs)));

@@ -16,7 +16,6 @@ use volley_worker::vmm::{Boot, Size};
 use crate::SOON;
 use crate::host::{self, Host};
 
-const TOOLS: [&str; 12] = ["sh", "cat", "head", "od", "true", "ls", "stat", "dd", "sync", "echo", "sleep", "df"];
 pub const SIZE: Size = Size { vcpus: 1, memory_bytes: 192 << 20 };
 
 /// What machines are booted from.
@@ -43,20 +42,7 @@ impl Linux {
         let initrd = dir.path().join("initrd");
         std::fs::write(&initrd, initramfs::build(&agent, Some(&modules), &initramfs::MODULES).unwrap()).unwrap();
         let files = dir.path().join("files");
-        for name in ["bin", "etc", "proc", "sys", "dev", "run", "tmp"] {
-            std::fs::create_dir_all(files.join(name)).unwrap();
-        }
-        std::fs::copy(&host.busybox, files.join("bin/busybox")).unwrap();
-        let listed = std::process::Command::new("ldd").arg(&host.busybox).output().unwrap();
-        for library in String::from_utf8_lossy(&listed.stdout).split_whitespace().filter(|word| word.starts_with('/')) {
-            let to = files.join(&library[1..]);
-            std::fs::create_dir_all(to.parent().unwrap()).unwrap();
-            std::fs::copy(library, to).unwrap();
-        }
-        for name in TOOLS {
-            std::os::unix::fs::symlink("busybox", files.join("bin").join(name)).unwrap();
-        }
-        std::fs::write(files.join("etc/release"), "the image\n").unwrap();
+        host::busybox_files(&files)?;
         let store = Store::open(&dir.path().join("images")).unwrap();
         let note = image::import(&store, Source::Directory(files), None, Limits::default()).await.map_err(|e| e.to_string())?;
         let path = store.root(&note.root);

@@ -44,8 +44,8 @@ pub struct TaskSpec {
     pub command: Command,
     /// What is run once in the machine that all of the job's tasks begin in, before it is saved: at most 16 commands, one after the other, as
     /// root. Each task finds what they left, in memory and on the machine's disk: modules loaded, caches filled, programs compiled. They
-    /// see the image and nothing else: no items, inputs, secrets or network. One that fails, or does not end within 4 minutes, fails the tasks. Only with
-    /// isolation `microvm`.
+    /// see the image and nothing else: no items, inputs, secrets or network. One that fails, or does not end within 4 minutes, fails all tasks as
+    /// `input_missing`. Only with isolation `microvm`.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = WARM_UP_MAX))]
     pub warm_up: Vec<WarmUpSpec>,

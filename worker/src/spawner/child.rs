@@ -4,23 +4,14 @@
 //! child that shares its parent's memory until it execs, so it allocates nothing and calls nothing but the system.
 
 use std::ffi::{CString, c_char, c_int, c_void};
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsRawFd, OwnedFd};
 
 use super::proto::{Spawn, Step};
+use super::stack::{Running, Stack};
 use super::zygote::IGNORED;
 
-/// Stack of the child until it execs, in bytes; its frames are a few hundred.
-const STACK_BYTES: usize = 64 * 1024;
 /// Where further descriptors are kept before they are placed: above every place they may get.
 pub const HIGH: c_int = 64;
-
-/// A command that runs.
-pub struct Running {
-    /// Its process id, which is also its session and process group.
-    pub pid: libc::pid_t,
-    /// Becomes readable when it ends.
-    pub pidfd: OwnedFd,
-}
 
 /// Why it doesn't run.
 #[derive(Debug, Clone, Copy)]
@@ -43,16 +34,6 @@ struct Plan {
     failed: Option<NotStarted>,
 }
 
-/// Memory the child runs on, kept from one command to the next.
-pub struct Stack(Vec<u128>);
-
-impl Stack {
-    /// Takes the memory.
-    pub fn new() -> Self {
-        Self(vec![0; STACK_BYTES / size_of::<u128>()])
-    }
-}
-
 /// Starts a command with these standard streams (stdin, stdout, stderr), and more descriptors behind them, which are [`HIGH`] or above.
 pub fn start(stack: &mut Stack, spawn: Spawn, stdio: [&OwnedFd; 3], more: &[OwnedFd]) -> Result<Running, NotStarted> {
     let invalid = NotStarted { step: Step::Request, errno: libc::EINVAL };
@@ -71,28 +52,8 @@ pub fn start(stack: &mut Stack, spawn: Spawn, stdio: [&OwnedFd; 3], more: &[Owne
         user: spawn.uid.zip(spawn.gid),
         failed: None,
     };
-    let mut pidfd: c_int = -1;
-    // VFORK: the child borrows our memory and we sleep until it execs, so nothing is copied however large we are.
-    let flags = libc::CLONE_VM | libc::CLONE_VFORK | libc::CLONE_PIDFD | libc::SIGCHLD;
-    // SAFETY: the stack outlives the child's use of it because VFORK suspends us until it execs or exits; `child` follows the
-    // rules of such a child: no allocation, no locks, no return into frames of ours.
-    let pid = unsafe {
-        let top = stack.0.as_mut_ptr().add(stack.0.len()).cast::<c_void>();
-        libc::clone(child, top, flags, (&raw mut plan).cast(), &raw mut pidfd)
-    };
-    if pid < 0 {
-        return Err(NotStarted { step: Step::Clone, errno: last_errno() });
-    }
-    // SAFETY: the kernel made the descriptor for us and nobody else owns it.
-    let pidfd = unsafe { OwnedFd::from_raw_fd(pidfd) };
-    match plan.failed {
-        None => Ok(Running { pid, pidfd }),
-        Some(failed) => {
-            // SAFETY: plain system call; the child has exited, this only takes its status.
-            unsafe { libc::waitpid(pid, std::ptr::null_mut(), 0) };
-            Err(failed)
-        }
-    }
+    // SAFETY: the child is `child`, which follows the rules of one.
+    unsafe { stack.start(child, &mut plan, |plan| plan.failed, |errno| NotStarted { step: Step::Clone, errno }) }
 }
 
 /// The files to try, in order.
@@ -107,10 +68,6 @@ fn programs(spawn: &Spawn) -> Option<Vec<CString>> {
         .map(|folder| CString::new([folder.as_slice(), b"/", name].concat()).ok())
         .collect::<Option<Vec<_>>>()
         .filter(|programs| !programs.is_empty())
-}
-
-fn last_errno() -> i32 {
-    std::io::Error::last_os_error().raw_os_error().unwrap_or(0)
 }
 
 extern "C" fn child(arg: *mut c_void) -> c_int {

@@ -12,10 +12,11 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags};
 
-use super::child::{self, NotStarted, Running, Stack};
+use super::child::{self, NotStarted};
 use super::container::{self, Behind};
 use super::packet;
 use super::proto::{Exited, MakeShim, PACKET_BYTES_MAX, REQUEST_BYTES_MAX, Reply, Request, Spawn, Step};
+use super::stack::{Running, Stack};
 use super::tree;
 
 /// How long killing is tried before a process counts as stuck (in the kernel, usually on a dead disk).

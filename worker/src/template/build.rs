@@ -103,10 +103,18 @@ pub enum BuildError {
         reason: String,
         /// How long that stands.
         for_s: u64,
+        /// Was it the warm-up?
+        warm_up: bool,
     },
 }
 
 impl BuildError {
+    /// Is it the job's own fault? Another try would meet the same warm-up.
+    #[must_use]
+    pub fn is_warm_up(&self) -> bool {
+        matches!(self, Self::WarmUp { .. } | Self::Elsewhere { warm_up: true, .. })
+    }
+
     /// Would it fail on every worker? Else it is this host's own trouble.
     #[must_use]
     pub fn is_recipes(&self) -> bool {

@@ -44,7 +44,8 @@ async fn a_worker_with_twenty_machines() {
     let (ours, mut dir) = (spawner.clone(), PathBuf::new());
     let started = world(|config| {
         config.slots = MACHINES;
-        config.memory_bytes = 64 << 30;
+        // Their disks are sparse.
+        (config.memory_bytes, config.disk_bytes) = (64 << 30, 1 << 40);
         config.machines.spawner = Some(ours);
         config.machines.standby_of_one_max = Some(2);
         config.cgroups = true;

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use volley_jobspecs::keys;
 use volley_jobspecs::wire::report::Ending;
 
+use crate::groups::groups_of;
 use crate::support::text;
 use crate::{children, spawner, task, world};
 
@@ -16,6 +17,8 @@ struct Held {
     files: BTreeMap<String, usize>,
     processes: usize,
     paths: BTreeSet<PathBuf>,
+    /// Cgroups of the worker, with what is in them.
+    groups: BTreeMap<PathBuf, String>,
 }
 
 impl Held {
@@ -35,7 +38,15 @@ impl Held {
                 paths.insert(entry.path());
             }
         }
-        Self { files, processes: children(spawner).len(), paths }
+        let mut groups = BTreeMap::new();
+        let mut stack = groups_of(dir);
+        while let Some(group) = stack.pop() {
+            let inner = std::fs::read_dir(&group).into_iter().flatten().flatten();
+            stack.extend(inner.filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir())).map(|entry| entry.path()));
+            let members = std::fs::read_to_string(group.join("cgroup.procs")).unwrap_or_default();
+            groups.insert(group, members);
+        }
+        Self { files, processes: children(spawner).len(), paths, groups }
     }
 }
 
@@ -50,6 +61,7 @@ async fn ten_machines_leave_nothing_and_are_unlike_each_other() {
         config.machines.spawner = Some(ours);
         // None waits, so that what is left is left by tasks.
         config.machines.standby_bytes_max = 0;
+        config.cgroups = true;
         dir = config.dir.clone();
     });
     let Some((mut w, image)) = started.await else { return };

@@ -11,12 +11,26 @@ use volley_jobspecs::wire::guest::mux::Channel;
 use volley_jobspecs::wire::guest::{Ended, Exec, Exit};
 use volley_worker::guest::{Guest, Stream};
 use volley_worker::image::{self, Limits, Source, Store};
-use volley_worker::vmm::{Boot, Size};
+use volley_worker::vmm::qemu::Qemu;
+use volley_worker::vmm::spawner::MachineSpawner;
+use volley_worker::vmm::{Boot, Size, VmmError, kvm};
 
 use crate::SOON;
 use crate::host::{self, Host};
 
 pub const SIZE: Size = Size { vcpus: 1, memory_bytes: 192 << 20 };
+
+/// QEMU; or none, and the reason is printed.
+pub async fn qemu(spawner: &MachineSpawner) -> Option<Qemu> {
+    match Qemu::open(spawner.clone(), None, kvm::probe(spawner).await).await {
+        Ok(qemu) => Some(qemu),
+        Err(why @ VmmError::Unusable { .. }) => {
+            eprintln!("skipped: {why}");
+            None
+        }
+        Err(why) => panic!("{why}"),
+    }
+}
 
 /// What machines are booted from.
 pub struct Linux {

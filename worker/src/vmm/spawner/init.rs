@@ -15,10 +15,11 @@ use rustix::event::{PollFd, PollFlags};
 use rustix::mount::UnmountFlags;
 use volley_jobspecs::wire;
 
-use super::child::{self, HIGH, Plan, Running, Stack};
+use super::child::{self, HIGH, Plan};
 use super::proto::{Exited, Order, PACKET_BYTES_MAX, Reply, Start, Step, What};
 use super::{Hello, USERS_FIRST, USERS_MAX, view};
 use crate::spawner::packet;
+use crate::spawner::stack::{Running, Stack};
 use crate::spawner::zygote::{self, Children};
 use crate::vmm::kvm;
 

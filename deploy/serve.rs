@@ -168,6 +168,7 @@ pub fn set_machines(config: &mut Config, args: MachineArgs, spawner: Option<Mach
     machines.kernel = args.guest_kernel;
     machines.modules = args.guest_modules;
     machines.agent = args.guest_agent;
+    machines.allow_unconfined = args.allow_unconfined_machines;
     machines.spawner = spawner;
     machines.share = args.template_keys.map(ShareConfig::new);
     config.containers.runtime = args.container_runtime;

@@ -6,7 +6,7 @@
 use std::collections::BTreeMap;
 
 use crate::problem::join;
-use crate::spec::{Command, EgressRule, Isolation, NetworkSpec, Resources, SecretMount, TaskSpec, Timeouts, VolumeMount};
+use crate::spec::{Command, EgressRule, Isolation, NetworkSpec, Resources, SecretMount, TaskSpec, Timeouts, VolumeMount, WarmUpSpec};
 use crate::template::{SubstituteError, Template, TemplateError, Values};
 
 /// Longest word of a command or environment variable with its name, in bytes: Linux takes 128 KiB with the closing NUL.
@@ -28,6 +28,10 @@ pub struct ResolvedTask {
     pub isolation: Isolation,
     /// Program and arguments; a shell text has become `sh -c TEXT`.
     pub command: Vec<String>,
+    /// What is run once before the machine is saved that the task begins in.
+    pub warm_up: Vec<WarmUpSpec>,
+    /// Do processes of that go on?
+    pub keep_processes: bool,
     /// The task's own environment variables.
     pub env: BTreeMap<String, String>,
     /// Standard input, at most 256 KiB.
@@ -404,6 +408,8 @@ impl TaskTemplate {
             image,
             isolation: task.isolation,
             command,
+            warm_up: task.warm_up.iter().map(plain).collect(),
+            keep_processes: task.keep_processes,
             env,
             stdin,
             workdir,
@@ -415,6 +421,15 @@ impl TaskTemplate {
             network,
             secrets,
         })
+    }
+}
+
+/// A warm-up's command as it is run. Nothing is replaced in it, which is checked before.
+fn plain(spec: &WarmUpSpec) -> WarmUpSpec {
+    let plain = |text: &String| Template::plain(text).unwrap_or_else(|| text.clone());
+    WarmUpSpec {
+        command: spec.command.iter().map(plain).collect(),
+        env: spec.env.iter().map(|(name, text)| (name.clone(), plain(text))).collect(),
     }
 }
 
@@ -444,7 +459,7 @@ mod tests {
     #[test]
     fn every_text_gets_its_own_value() {
         let spec = json!({
-            "image": "i${index}", "command": ["c${item}", "d"], "env": { "A": "a${item}", "B": "b" }, "stdin": "s${item}",
+            "image": "i${index}", "command": ["c${item}", "d"], "warmUp": [{ "command": ["w", "$${A}"], "env": { "A": "$5" } }], "env": { "A": "a${item}", "B": "b" }, "stdin": "s${item}",
             "workdir": "w${item}", "outputs": ["o${item}"],
             "inputs": [
                 { "from": "s3://bucket/k${item}", "path": "p${item}", "sha256": "${item}${item}", "executable": true },
@@ -459,6 +474,7 @@ mod tests {
         let r = resolve(spec, &item).unwrap_or_else(|e| panic!("{e}"));
         assert_eq!(r.image.as_deref(), Some("i3"));
         assert_eq!(r.command, [format!("c{it}"), "d".into()]);
+        assert_eq!((r.warm_up[0].command[1].as_str(), r.warm_up[0].env["A"].as_str()), ("${A}", "$5"));
         assert_eq!(r.env["A"], format!("a{it}"));
         assert_eq!(r.env["B"], "b");
         assert_eq!(r.stdin, Some(format!("s{it}")));

@@ -16,7 +16,7 @@ pub use items::{CsvSource, FileSource, Items, Matrix, Range, ResultsSource};
 pub use scalars::{ByteSize, DurationMs, ExitCodes, Factor, FailureLimit, Keep, MilliCpus, RateSpan, Signal, TaskRate};
 pub use task::{
     Access, BackoffSpec, Command, EgressRule, Flush, InputSpec, Isolation, NetworkSpec, OnRetry, Resources, RetryAction, RetryMatch,
-    RetryRuleSpec, RetrySpec, SecretMount, TaskSpec, Timeouts, VolumeKeep, VolumeMount,
+    RetryRuleSpec, RetrySpec, SecretMount, TaskSpec, Timeouts, VolumeKeep, VolumeMount, WarmUpSpec,
 };
 
 /// Most labels of a job, and of what it asks of workers: they are held in memory for every active job.

@@ -155,6 +155,12 @@ impl Template {
         }
     }
 
+    /// The text of a field in which nothing is replaced, so that `$${` means the same everywhere; none: something would have to be.
+    #[must_use]
+    pub fn plain(text: &str) -> Option<String> {
+        Self::parse(text).ok()?.literal().map(str::to_owned)
+    }
+
     /// The paths into the item that it uses; an empty path is the whole item.
     pub fn item_paths(&self) -> impl Iterator<Item = &[String]> {
         self.segments.iter().filter_map(|segment| match segment {

@@ -255,19 +255,31 @@ fn sweep(folder: &Path) -> Result<(), CgroupError> {
 /// One round: kills what is in a cgroup and, first, in those below it, which tasks with the rights may have made; removes what is
 /// empty. Returns how many processes it met.
 fn kill_and_remove(folder: &Path) -> usize {
-    let inner = fs::read_dir(folder).into_iter().flatten().flatten().filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir()));
-    // The whole list first: a directory kept open at each depth might be more than we may open.
-    let inner: Vec<PathBuf> = inner.map(|entry| entry.path()).collect();
-    let mut alive = inner.iter().map(|below| kill_and_remove(below)).sum();
-    for pid in tree::listed(&folder.join("cgroup.procs")) {
-        alive += 1;
-        // SAFETY: plain system call, on a process listed a moment ago in a cgroup that is ours alone.
-        unsafe {
-            libc::kill(pid, libc::SIGKILL);
-        }
-    }
+    let alive = below(folder).iter().map(|below| kill_and_remove(below)).sum::<usize>() + kill_in(folder);
     let _ = fs::remove_dir(folder);
     alive
+}
+
+/// The same without removing anything of the cgroup itself.
+fn kill_below(folder: &Path) -> usize {
+    below(folder).iter().map(|below| kill_and_remove(below)).sum::<usize>() + kill_in(folder)
+}
+
+/// The cgroups in one. The whole list first: a directory kept open at each depth might be more than we may open.
+fn below(folder: &Path) -> Vec<PathBuf> {
+    let inner = fs::read_dir(folder).into_iter().flatten().flatten().filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir()));
+    inner.map(|entry| entry.path()).collect()
+}
+
+fn kill_in(folder: &Path) -> usize {
+    let alive = tree::listed(&folder.join("cgroup.procs"));
+    for pid in &alive {
+        // SAFETY: plain system call, on a process listed a moment ago in a cgroup that is ours alone.
+        unsafe {
+            libc::kill(*pid, libc::SIGKILL);
+        }
+    }
+    alive.len()
 }
 
 /// The cgroup of one slot.
@@ -334,6 +346,12 @@ impl SlotCgroup {
             }
         }
         Ok(())
+    }
+
+    /// Kills what is in it, if anything is. How many processes were met; they may take a moment to be gone.
+    #[must_use]
+    pub fn kill(&self) -> usize {
+        self.folders.iter().map(|folder| kill_below(folder)).sum()
     }
 
     /// Kills what is left in it and removes it.

@@ -226,12 +226,15 @@ impl<B: Bus, O: Objects> Executor<B, O> {
         // Asked before anything is cleared away.
         let room = if executed.exit.as_ref().is_ok_and(|exit| exit.code == Some(0)) { Ok(()) } else { self.dirs.room() };
         let collected = if self.machine.is_apart() { self.collect(name, &prepared, &executed).await } else { Collected::Here(None) };
+        // Its message says so already.
+        let disk_failed = matches!(collected, Collected::Lost(PersistError::Disk { .. }));
         let outcome = self.keep(name, &prepared, executed, collected).instrument(tracing::debug_span!("persist")).await;
         self.laps.end(Stage::Persist);
         let outcome = labelled(outcome, self.machine.label());
         match room {
+            Err(full) => excused(outcome, Some(&full)),
+            Ok(()) if disk_failed => excused(outcome, None),
             Ok(()) => outcome,
-            Err(full) => excused(outcome, &full),
         }
     }
 
@@ -382,7 +385,9 @@ fn outcome(exit: Result<Exit, ExecuteError>, prepared: &Prepared, kept: Kept, lo
     // A verdict on the task stands, even if what it left is lost; a success without its outputs is none.
     let failure = match (failure, lost) {
         (None, Some(PersistError::TooMany)) => Some(FailureClass::PolicyDenied),
-        (None, Some(PersistError::Storage { .. } | PersistError::Read { .. })) => Some(FailureClass::StorageFailed),
+        (None, Some(PersistError::Storage { .. } | PersistError::Read { .. } | PersistError::Disk { .. })) => {
+            Some(FailureClass::StorageFailed)
+        }
         (None, Some(PersistError::Machine { class, .. })) => Some(*class),
         (failure, _) => failure,
     };
@@ -401,13 +406,11 @@ fn outcome(exit: Result<Exit, ExecuteError>, prepared: &Prepared, kept: Kept, lo
 }
 
 /// A task that failed while the worker's disk was full may have failed for that: a fault of the cluster's is never its verdict.
-fn excused(mut outcome: Outcome, full: &Full) -> Outcome {
+fn excused(mut outcome: Outcome, full: Option<&Full>) -> Outcome {
     if matches!(outcome.failure, Some(FailureClass::ExitCode | FailureClass::Signal)) {
         outcome.failure = Some(FailureClass::StorageFailed);
-        outcome.message = Some(match outcome.message {
-            Some(message) => format!("{message}; {full}"),
-            None => full.to_string(),
-        });
+        let parts: Vec<String> = outcome.message.into_iter().chain(full.map(ToString::to_string)).collect();
+        outcome.message = (!parts.is_empty()).then(|| parts.join("; "));
     }
     outcome
 }

@@ -13,15 +13,17 @@ use std::time::Duration;
 use volley_guest::initramfs::{self, InitramfsError};
 use volley_jobspecs::ids::TenantId;
 use volley_jobspecs::machine;
-use volley_jobspecs::spec::Resources;
+use volley_jobspecs::resolve::ResolvedTask;
+use volley_jobspecs::spec::{Resources, WarmUpSpec};
 
+use crate::cgroup::{CgroupError, Cgroups, SlotCgroup};
 use crate::config::MachineConfig;
 use crate::image::find::{FindError, find};
 use crate::image::kernel::{self, Kernel, KernelError, Places};
 use crate::image::oci::Config as ImageConfig;
 use crate::image::{ImageNote, Store};
 use crate::standby::{self, Standby};
-use crate::template::{BuildError, Builder, Owner, Recipe, Template, Templates};
+use crate::template::{BuildError, Builder, Owner, Recipe, Template, Templates, WarmUp};
 use crate::vmm::kvm;
 use crate::vmm::qemu::Qemu;
 use crate::vmm::spawner::{MachineSpawner, SpawnError};
@@ -31,6 +33,8 @@ pub use scratch::{ScratchDisk, ScratchDisks, ScratchError};
 
 /// The host's memory that a machine takes while it waits, in bytes: its VMM's, as nothing was written in it yet.
 const STANDBY_BYTES: u64 = machine::VMM_BYTES;
+/// The cgroup of machines that no task has: those that wait, and those that become templates. It has no limits: how many there are has.
+const WAITING: &str = "machines";
 /// Proofs of reseeds that are remembered: of more machines than a host runs in an hour.
 const PROOFS_KEPT: usize = 4_096;
 
@@ -43,6 +47,18 @@ pub enum MachinesError {
     /// No VMM.
     #[error(transparent)]
     Vmm(#[from] VmmError),
+    /// A VMM that a guest took over could reach what it must not.
+    #[error(
+        "machines can't be shut off from the host here, what is missing: {missing}; run the worker as root, in a container with CAP_SYS_ADMIN, \
+         or, for development only, with --allow-unconfined-machines"
+    )]
+    Unconfined {
+        /// What could not be shut off.
+        missing: String,
+    },
+    /// Their cgroup can't be made.
+    #[error(transparent)]
+    Cgroup(#[from] CgroupError),
     /// No kernel.
     #[error(transparent)]
     Kernel(#[from] KernelError),
@@ -75,6 +91,40 @@ pub enum TemplateError {
     NoImage,
 }
 
+/// What a task says of what it runs from.
+#[derive(Debug, Clone, Copy)]
+pub struct Wanted<'a> {
+    /// Whose it is.
+    pub tenant: &'a TenantId,
+    /// Its image.
+    pub image: Option<&'a str>,
+    /// What it needs.
+    pub resources: &'a Resources,
+    /// What is run before the machine is saved.
+    pub warm_up: &'a [WarmUpSpec],
+    /// Do its processes go on?
+    pub keep_processes: bool,
+}
+
+impl<'a> Wanted<'a> {
+    /// What this task says.
+    #[must_use]
+    pub fn of(tenant: &'a TenantId, task: &'a ResolvedTask) -> Self {
+        let ResolvedTask { image, resources, warm_up, keep_processes, .. } = task;
+        Self { warm_up, keep_processes: *keep_processes, ..Self::plain(tenant, image.as_deref(), resources) }
+    }
+
+    /// An image as it is.
+    #[must_use]
+    pub fn plain(tenant: &'a TenantId, image: Option<&'a str>, resources: &'a Resources) -> Self {
+        Self { tenant, image, resources, warm_up: &[], keep_processes: false }
+    }
+}
+
+fn warm_up(spec: &WarmUpSpec) -> WarmUp {
+    WarmUp { argv: spec.command.clone(), env: spec.env.iter().map(|(name, value)| (name.clone(), value.clone())).collect() }
+}
+
 /// What a task runs from.
 #[derive(Debug, Clone)]
 pub struct Found {
@@ -89,6 +139,10 @@ pub struct Found {
 pub struct Machines {
     /// The VMM.
     pub vmm: Arc<dyn Vmm>,
+    /// The worker's cgroups, in which each slot's machines have one of their own.
+    pub cgroups: Option<Arc<Cgroups>>,
+    /// The files of the one for machines that no task has.
+    waiting: Vec<String>,
     /// Machines that wait.
     pub standby: Standby,
     /// Scratch disks.
@@ -110,7 +164,7 @@ impl Machines {
     ///
     /// # Errors
     /// [`MachinesError`], one line that says what is missing.
-    pub async fn open(config: &MachineConfig, dir: &Path, slots: u32) -> Result<Self, MachinesError> {
+    pub async fn open(config: &MachineConfig, dir: &Path, slots: u32, cgroups: Option<Arc<Cgroups>>) -> Result<Self, MachinesError> {
         let at = |what, path: &Path| {
             let path = path.to_owned();
             move |source| MachinesError::Io { what, path, source }
@@ -128,9 +182,16 @@ impl Machines {
         if let Some(why) = vmm.capabilities().why_emulated {
             tracing::warn!("machines are emulated in software, which is slow: {why}");
         }
-        for missing in &vmm.capabilities().missing {
-            tracing::warn!("machines are not shut off from {missing}; run the worker as root for that");
+        let missing = &vmm.capabilities().missing;
+        if !missing.is_empty() {
+            let why = MachinesError::Unconfined { missing: missing.join(", ") };
+            if !config.allow_unconfined {
+                return Err(why);
+            }
+            tracing::warn!("{why}; it was allowed");
         }
+        let waiting = cgroups.as_ref().map(|cgroups| cgroups.slot(WAITING)).transpose()?;
+        let waiting = waiting.as_ref().map(SlotCgroup::join_files).unwrap_or_default();
         let processor =
             processor::of_host(vmm.capabilities().identity.accelerator).map_err(at("reading", Path::new(processor::CPUINFO)))?;
         let kernel = kernel::find(config.kernel.as_deref(), &Places::of_process())?;
@@ -149,7 +210,9 @@ impl Machines {
         let machines_max = u32::try_from(config.standby_bytes_max / STANDBY_BYTES).unwrap_or(u32::MAX);
         let limits = standby::Limits { machines_max, of_one_max: config.standby_of_one_max.unwrap_or(slots) };
         Ok(Self {
-            standby: Standby::new(vmm.clone(), limits),
+            standby: Standby::new(vmm.clone(), limits, waiting.clone()),
+            cgroups,
+            waiting,
             vmm,
             scratch,
             store,
@@ -168,20 +231,20 @@ impl Machines {
     ///
     /// # Errors
     /// [`TemplateError`].
-    pub async fn template(&self, tenant: &TenantId, image: Option<&str>, resources: &Resources) -> Result<Found, TemplateError> {
-        let (store, text) = (self.store.clone(), image.ok_or(TemplateError::NoImage)?.to_owned());
+    pub async fn template(&self, wanted: &Wanted<'_>) -> Result<Found, TemplateError> {
+        let (store, text) = (self.store.clone(), wanted.image.ok_or(TemplateError::NoImage)?.to_owned());
         let found = tokio::task::spawn_blocking(move || find(&store, &text)).await;
         let (note, root) = found.unwrap_or_else(|e| Err(FindError::Store(io::Error::other(e))))?;
         let recipe = Recipe {
-            owner: Owner::Tenant(tenant.clone()),
+            owner: Owner::Tenant(wanted.tenant.clone()),
             image: note.digest.clone(),
             root,
             kernel: self.kernel_hash,
             initrd: self.initrd_hash,
             words: String::new(),
-            size: size(resources),
-            warm_up: Vec::new(),
-            keep_processes: false,
+            size: size(wanted.resources),
+            warm_up: wanted.warm_up.iter().map(warm_up).collect(),
+            keep_processes: wanted.keep_processes,
             vmm: self.vmm.capabilities().identity.clone(),
             processor: self.processor.clone(),
         };
@@ -207,9 +270,16 @@ impl Machines {
             kernel: self.kernel.path.clone(),
             initrd: self.initrd.clone(),
             root: self.store.root(&note.root),
+            cgroups: self.waiting.clone(),
             env: image_env(&note.config),
             time_max: self.build_time,
         }
+    }
+
+    /// The `cgroup.procs` files of the cgroup in which machines are until a task has them.
+    #[must_use]
+    pub fn waiting(&self) -> &[String] {
+        &self.waiting
     }
 
     /// Takes note of a reseed's proof. False: another machine gave the same, so the two are one.
@@ -226,14 +296,18 @@ impl Machines {
         true
     }
 
-    /// What every result of a machine says, where software emulates the processor.
+    /// What every result of a machine says, where software emulates the processor or its VMM is not shut off from everything.
     #[must_use]
     pub fn label(&self) -> Option<String> {
         let capabilities = self.vmm.capabilities();
         let identity = &capabilities.identity;
-        capabilities.emulated.then(|| {
+        let emulated = capabilities.emulated.then(|| {
             format!("its machine was emulated in software ({} {}, {})", identity.vmm, identity.version, identity.accelerator.as_str())
-        })
+        });
+        let missing = &capabilities.missing;
+        let unconfined = (!missing.is_empty()).then(|| format!("its machine's VMM had to do without {}", missing.join(", ")));
+        let all: Vec<String> = emulated.into_iter().chain(unconfined).collect();
+        (!all.is_empty()).then(|| all.join("; "))
     }
 }
 

@@ -48,7 +48,8 @@ impl Offer {
             None if on_host => Some(Spawner::start()?),
             None => None,
         };
-        let (place, cgroups) = take_place(config, spawner.as_ref(), on_host).await?;
+        let with_machines = config.isolation.contains(&Isolation::Microvm);
+        let (place, cgroups) = take_place(config, spawner.as_ref(), on_host, with_machines).await?;
         let (containers, refused) = match open_containers(config, &place, spawner.as_ref()).await {
             Ok(containers) => (containers, without_users),
             Err(why) => (None, Some(why)),
@@ -60,8 +61,9 @@ impl Offer {
             }
             tracing::warn!("isolation \"container\" is not offered: {}", chain(&why));
         }
-        let machines = if config.isolation.contains(&Isolation::Microvm) {
-            Some(Arc::new(Machines::open(&config.machines, &place.dir.join("machines"), config.slots).await?))
+        let machines = if with_machines {
+            let dir = place.dir.join("machines");
+            Some(Arc::new(Machines::open(&config.machines, &dir, config.slots, cgroups.clone()).await?))
         } else {
             None
         };
@@ -103,8 +105,13 @@ async fn open_containers(config: &Config, place: &Place, spawner: Option<&Spawne
 }
 
 /// Takes the directory and the cgroups, with nothing of a predecessor left in either.
-async fn take_place(config: &Config, spawner: Option<&Spawner>, on_host: bool) -> Result<(Place, Option<Arc<Cgroups>>), RunError> {
-    let (dir, want_cgroups) = (config.dir.clone(), config.cgroups && on_host);
+async fn take_place(
+    config: &Config,
+    spawner: Option<&Spawner>,
+    on_host: bool,
+    with_machines: bool,
+) -> Result<(Place, Option<Arc<Cgroups>>), RunError> {
+    let (dir, want_cgroups) = (config.dir.clone(), config.cgroups && (on_host || with_machines));
     let other_user = config.task_user.filter(|(uid, _)| on_host && *uid != 0);
     let zygote = spawner.map(Spawner::pid);
     let taken = tokio::task::spawn_blocking(move || {
@@ -121,7 +128,11 @@ async fn take_place(config: &Config, spawner: Option<&Spawner>, on_host: bool) -
                 Ok(cgroups) => Some(Arc::new(cgroups)),
                 Err(why @ CgroupError::Alive { .. }) => return Err(why.into()),
                 Err(why) => {
-                    tracing::warn!(%why, "no limits can be enforced; tasks that ask for cpu, memory or pids limits are refused");
+                    let what = match on_host {
+                        true => "no limits can be enforced; tasks that ask for cpu, memory or pids limits are refused",
+                        false => "machines have no cgroups of their own; what they use is limited by what they are made with only",
+                    };
+                    tracing::warn!(%why, "{what}");
                     None
                 }
             }

@@ -66,6 +66,12 @@ pub enum PersistError {
         /// Why.
         why: String,
     },
+    /// What a task wrote in its machine did not reach the host's disk, so that nothing it left can be relied on.
+    #[error("{} of the machine's disk failed on the host; the worker's disk is full or broken", volley_jobspecs::units::counted(*count, "operation", "operations"))]
+    Disk {
+        /// Reads, writes and flushes that failed.
+        count: u64,
+    },
     /// There are too many.
     #[error("more than {FILES_MAX} output files; pack them into an archive")]
     TooMany,

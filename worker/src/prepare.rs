@@ -225,14 +225,15 @@ fn in_machine(job: &Job, name: &AttemptName, dirs: &Dirs, task: &ResolvedTask, i
     }
 }
 
+/// What every command has, of a task and of a warm-up.
+pub(crate) fn of_every_command(home: &str) -> [(String, String); 3] {
+    [("PATH", PATH_DEFAULT), ("HOME", home), ("LANG", LANG_DEFAULT)].map(|(name, value)| (name.to_owned(), value.to_owned()))
+}
+
 /// What every task has, unless something else is said: nothing of the worker's own environment.
 fn defaults(seen: &Seen, own_user: bool) -> BTreeMap<String, String> {
-    let mut env = BTreeMap::from([
-        ("PATH".to_owned(), PATH_DEFAULT.to_owned()),
-        ("HOME".to_owned(), seen.work.clone()),
-        ("TMPDIR".to_owned(), seen.tmp.clone()),
-        ("LANG".to_owned(), LANG_DEFAULT.to_owned()),
-    ]);
+    let mut env = BTreeMap::from(of_every_command(&seen.work));
+    env.insert("TMPDIR".to_owned(), seen.tmp.clone());
     if own_user {
         // Slots' users are in no passwd file, where programs look for a name when the environment has none.
         env.extend(["USER", "LOGNAME"].map(|name| (name.to_owned(), USER_NAME.to_owned())));

@@ -71,6 +71,12 @@ pub enum RestoreError {
     /// This host has no randomness.
     #[error("the system gives no random bytes: {0}")]
     Random(String),
+    /// Its VMM grew beyond what is set aside for it.
+    #[error("the host's kernel ended the machine, which took more than the {} MiB that are set aside for it on the host", .bytes >> 20)]
+    HostMemory {
+        /// The limit.
+        bytes: u64,
+    },
     /// Inputs do not get into it.
     #[error("copying inputs into the machine: {0}")]
     Inputs(FilesError),
@@ -90,6 +96,8 @@ impl RestoreError {
     pub fn class(&self) -> FailureClass {
         match self {
             Self::Template(TemplateError::Build(why)) if matches!(**why, BuildError::Away(_)) => FailureClass::StorageFailed,
+            // The job's own fault, on every worker: no other try, and nothing that speaks against the worker.
+            Self::Template(TemplateError::Build(why)) if why.is_warm_up() => FailureClass::InputMissing,
             Self::Spawner(_)
             | Self::Limits(_)
             | Self::NotPrepared
@@ -101,6 +109,7 @@ impl RestoreError {
             | Self::Vmm(_)
             | Self::Guest(_)
             | Self::NotUnique
+            | Self::HostMemory { .. }
             | Self::Random(_)
             | Self::Inputs(_) => FailureClass::RestoreFailed,
             Self::Scratch(_) | Self::Bundle { .. } => FailureClass::StorageFailed,

@@ -8,6 +8,7 @@ mod container;
 pub(crate) mod packet;
 pub mod proto;
 mod shim;
+pub(crate) mod stack;
 pub mod tree;
 pub(crate) mod zygote;
 

@@ -32,6 +32,7 @@ struct State {
 #[derive(Debug)]
 struct Inner {
     vmm: Arc<dyn Vmm>,
+    cgroups: Vec<String>,
     begin: Instant,
     state: Mutex<State>,
 }
@@ -43,11 +44,11 @@ pub struct Standby {
 }
 
 impl Standby {
-    /// None yet.
+    /// None yet. `cgroups`: where they are until they are taken (`cgroup.procs` files).
     #[must_use]
-    pub fn new(vmm: Arc<dyn Vmm>, limits: Limits) -> Self {
+    pub fn new(vmm: Arc<dyn Vmm>, limits: Limits, cgroups: Vec<String>) -> Self {
         let state = State { pools: Pools::new(limits), templates: BTreeMap::new(), machines: BTreeMap::new(), closed: false };
-        let inner = Arc::new(Inner { vmm, begin: Instant::now(), state: Mutex::new(state) });
+        let inner = Arc::new(Inner { vmm, cgroups, begin: Instant::now(), state: Mutex::new(state) });
         tokio::spawn(look(Arc::downgrade(&inner)));
         Self { inner }
     }
@@ -122,7 +123,7 @@ impl Inner {
             match action {
                 Action::Start(name) => {
                     if let Some(template) = state.templates.get(&name) {
-                        tokio::spawn(start(Arc::downgrade(self), self.vmm.clone(), template.clone()));
+                        tokio::spawn(start(Arc::downgrade(self), self.vmm.clone(), self.cgroups.clone(), template.clone()));
                     }
                 }
                 // Dropped, it is killed.
@@ -134,8 +135,8 @@ impl Inner {
 }
 
 /// Restores a machine that then waits.
-async fn start(inner: Weak<Inner>, vmm: Arc<dyn Vmm>, template: Arc<Template>) {
-    let restored = vmm.restore(&template.snapshot, &[]).await;
+async fn start(inner: Weak<Inner>, vmm: Arc<dyn Vmm>, cgroups: Vec<String>, template: Arc<Template>) {
+    let restored = vmm.restore(&template.snapshot, &cgroups).await;
     let Some(inner) = inner.upgrade() else { return };
     let mut state = inner.lock();
     let now_ms = inner.now_ms();

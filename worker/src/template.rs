@@ -309,6 +309,7 @@ mod tests {
             kernel: null(),
             initrd: null(),
             root: null(),
+            cgroups: Vec::new(),
             env: Vec::new(),
             time_max: Duration::from_millis(200),
         };

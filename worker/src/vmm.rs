@@ -379,12 +379,17 @@ pub trait Vm: fmt::Debug + Send + Sync {
     fn pid(&self) -> u32;
     /// The VMM's user; none where it runs as the worker.
     fn user(&self) -> Option<u32>;
+    /// Moves its VMM into these cgroups (`cgroup.procs` files). What it used before stays charged to those where it was.
+    fn enter<'a>(&'a self, cgroups: &'a [String]) -> BoxFuture<'a, Result<(), VmmError>>;
     /// Stops its processors.
     fn pause(&mut self) -> BoxFuture<'_, Result<(), VmmError>>;
     /// Lets them go on.
     fn resume(&mut self) -> BoxFuture<'_, Result<(), VmmError>>;
     /// Puts a disk into a slot of a machine that stands still and has never seen the slot's former one.
     fn swap(&mut self, slot: Slot, disk: Disk) -> BoxFuture<'_, Result<(), VmmError>>;
+    /// How many reads, writes and flushes of its disks failed on the host until now; the guest was told of an error each time. Always 0 where
+    /// the VMM does not count them.
+    fn failed_disk_operations(&mut self) -> BoxFuture<'_, Result<u64, VmmError>>;
     /// The connection to its agent, once it runs; a new session is begun on it. There is one connection: what is returned earlier must
     /// not be used any more.
     fn connect(&self) -> BoxFuture<'_, Result<Box<dyn Stream>, VmmError>>;

@@ -25,6 +25,8 @@ pub const OUTPUTS_MAX: usize = 64;
 pub const VOLUMES_MAX: usize = 16;
 /// Most retry rules.
 pub const RULES_MAX: usize = 64;
+/// Most commands of a warm-up; more belong in a script of the image.
+pub const WARM_UP_MAX: usize = 16;
 
 /// What each task runs.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
@@ -40,6 +42,17 @@ pub struct TaskSpec {
     /// The command: a list of words that is run as it stands, or a text that is run by `sh -c`. In a text, substituted values
     /// are inserted as they are: pass values you don't trust in a list, or through `env`.
     pub command: Command,
+    /// What is run once in the machine that all of the job's tasks begin in, before it is saved: at most 16 commands, one after the other, as
+    /// root. Each task finds what they left, in memory and on the machine's disk: modules loaded, caches filled, programs compiled. They
+    /// see the image and nothing else: no items, inputs, secrets or network. One that fails, or does not end within 4 minutes, fails all tasks as
+    /// `input_missing`. Only with isolation `microvm`.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schemars(length(max = WARM_UP_MAX))]
+    pub warm_up: Vec<WarmUpSpec>,
+    /// Do processes that the warm-up left running go on in every task's machine? Default false: a command's processes end with it. Those
+    /// that go on share what they drew from the random generator before, in every task. Only with `warmUp`.
+    #[serde(default, skip_serializing_if = "crate::spec::is_default")]
+    pub keep_processes: bool,
     /// Environment variables. The task gets these, a minimal PATH, HOME and TMPDIR, and VOLLEY_JOB, VOLLEY_TASK_INDEX,
     /// VOLLEY_TASK_COUNT, VOLLEY_ATTEMPT, VOLLEY_ITEM (JSON) and VOLLEY_OUTPUT_DIR; names that begin with VOLLEY_ are not yours.
     /// What is written under VOLLEY_OUTPUT_DIR is kept as output files; see `outputs` for `result.json` there.
@@ -83,6 +96,20 @@ pub struct TaskSpec {
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 64))]
     pub secrets: Vec<SecretMount>,
+}
+
+/// A command that is run before the machine is saved that tasks begin in. `${item}` and the like are not replaced: the machine is one for all
+/// tasks.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct WarmUpSpec {
+    /// Program and arguments, run as they stand. For a text of the shell: `["sh", "-c", "…"]`, in which `$${NAME}` is the shell's `${NAME}`.
+    #[schemars(length(min = 1, max = ARGS_MAX), extend("examples" = [["python3", "-c", "import json"]]))]
+    pub command: Vec<String>,
+    /// Environment variables, beside a minimal PATH and HOME, and the image's. Tasks don't see them.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    #[schemars(extend("maxProperties" = ENV_MAX))]
+    pub env: BTreeMap<String, String>,
 }
 
 /// How far a task is kept from its host, strongest last.

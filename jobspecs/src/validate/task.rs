@@ -7,13 +7,16 @@ use crate::backoff::DELAY_MS_MAX;
 use crate::failure::FailureClass;
 use crate::problem::{PROBLEMS_MAX, Problem, join, list};
 use crate::resolve::{Kind, TextError, check_text, texts};
-use crate::spec::{Access, Command, Isolation, RetryAction, RetryRuleSpec, RetrySpec, TaskSpec};
+use crate::spec::{Access, Command, Isolation, RetryAction, RetryRuleSpec, RetrySpec, TaskSpec, WarmUpSpec};
 use crate::template::{Segment, Template, TemplateError};
 
 /// Least memory of a task, in bytes: below it no program starts.
 const MEMORY_BYTES_MIN: u64 = 4 << 20;
 /// Longest time between SIGTERM and SIGKILL, in milliseconds: a worker that drains waits for it.
 const GRACE_MS_MAX: u64 = 10 * 60_000;
+
+/// Most bytes of a warm-up, all words and variables together: they stand in the template's manifest, which every worker reads.
+const WARM_UP_BYTES_MAX: usize = 256 * 1024;
 
 /// What to write for the tier that every cluster has.
 const TRUSTED_HINT: &str = "for code you trust, write \"isolation\": \"process\"";
@@ -23,6 +26,7 @@ pub(super) fn judge(path: &str, task: &TaskSpec, features: &Features, out: &mut 
     judge_texts(path, task, out);
     judge_paths(path, task, out);
     judge_environment(path, task, out);
+    judge_warm_up(path, task, out);
     judge_volumes(path, task, out);
     if let Some(memory) = task.resources.memory.filter(|memory| memory.0 < MEMORY_BYTES_MIN) {
         out.push(Problem::new(format!("{path}.resources.memory"), "too small").found(memory).allowed("at least 4MiB"));
@@ -157,12 +161,8 @@ fn judge_environment(path: &str, task: &TaskSpec, out: &mut Vec<Problem>) {
     let own = task.env.keys().map(|name| (join(&format!("{path}.env"), name), name.as_str()));
     let mut seen = BTreeSet::new();
     for (place, name) in own.chain(from_secrets) {
-        let letters = name.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'_');
-        if name.is_empty() || !letters || name.starts_with(|c: char| c.is_ascii_digit()) {
-            let problem = Problem::new(place, "not the name of an environment variable");
-            out.push(problem.allowed("letters, digits and _, not beginning with a digit"));
-        } else if name.starts_with("VOLLEY_") {
-            out.push(Problem::new(place, "names that begin with VOLLEY_ are set by Volley").hint("choose another name"));
+        if let Some(problem) = judge_variable(&place, name) {
+            out.push(problem);
         } else if !seen.insert(name) {
             out.push(Problem::new(place, "the variable is set twice").found(name));
         }
@@ -179,6 +179,63 @@ fn judge_environment(path: &str, task: &TaskSpec, out: &mut Vec<Problem>) {
             out.push(Problem::new(format!("{place}.ports[{at}]"), "out of range").found(0).allowed("1 to 65535"));
         }
     }
+}
+
+/// What is wrong with the name of an environment variable.
+fn judge_variable(place: &str, name: &str) -> Option<Problem> {
+    let letters = name.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'_');
+    if name.is_empty() || !letters || name.starts_with(|c: char| c.is_ascii_digit()) {
+        let problem = Problem::new(place, "not the name of an environment variable");
+        return Some(problem.allowed("letters, digits and _, not beginning with a digit"));
+    }
+    let ours = name.starts_with("VOLLEY_");
+    ours.then(|| Problem::new(place, "names that begin with VOLLEY_ are set by Volley").hint("choose another name"))
+}
+
+/// A warm-up is one for all tasks, and only machines have one.
+fn judge_warm_up(path: &str, task: &TaskSpec, out: &mut Vec<Problem>) {
+    let asked = [("warmUp", !task.warm_up.is_empty()), ("keepProcesses", task.keep_processes)];
+    for (name, _) in asked.into_iter().filter(|(_, asked)| *asked && task.isolation != Isolation::Microvm) {
+        let message = format!("isolation \"{}\" has no warm-up: only a machine can be saved and begun again", task.isolation.as_str());
+        let problem = Problem::new(format!("{path}.{name}"), message).depends(format!("{path}.isolation"));
+        out.push(problem.hint("leave it out, or choose isolation \"microvm\""));
+    }
+    if task.keep_processes && task.warm_up.is_empty() && task.isolation == Isolation::Microvm {
+        let problem = Problem::new(format!("{path}.keepProcesses"), "has no effect without \"warmUp\"");
+        out.push(problem.depends(format!("{path}.warmUp")));
+    }
+    for (index, warm_up) in task.warm_up.iter().enumerate() {
+        judge_warm_up_command(&format!("{path}.warmUp[{index}]"), warm_up, out);
+    }
+    let pairs = task.warm_up.iter().flat_map(|warm_up| &warm_up.env);
+    let words: usize = task.warm_up.iter().flat_map(|warm_up| &warm_up.command).map(String::len).sum();
+    let bytes = words + pairs.map(|(name, text)| name.len() + text.len()).sum::<usize>();
+    if bytes > WARM_UP_BYTES_MAX {
+        let problem = Problem::new(format!("{path}.warmUp"), "too long").found(format!("{bytes} bytes"));
+        out.push(problem.allowed(format!("at most {WARM_UP_BYTES_MAX} bytes; longer ones belong in a script of the image")));
+    }
+}
+
+fn judge_warm_up_command(path: &str, warm_up: &WarmUpSpec, out: &mut Vec<Problem>) {
+    if warm_up.command.first().is_some_and(String::is_empty) {
+        out.push(Problem::new(format!("{path}.command[0]"), "empty").allowed("a program to run"));
+    }
+    let words = warm_up.command.iter().enumerate().map(|(at, word)| (format!("{path}.command[{at}]"), Kind::Word, word));
+    let variables = warm_up.env.iter().map(|(name, text)| (join(&format!("{path}.env"), name), Kind::Env, text));
+    for (place, kind, text) in words.chain(variables) {
+        match Template::plain(text) {
+            None => {
+                let problem = Problem::new(place, "\"${…}\" is not replaced in a warm-up, which is run once for all tasks");
+                out.push(problem.hint("write $${…} for the shell's own; what differs belongs in the task's command, env or stdin"));
+            }
+            Some(text) => {
+                if let Err(error) = check_text(kind, &text) {
+                    out.push(Problem::new(place, error.to_string()).allowed(error.allowed()));
+                }
+            }
+        }
+    }
+    out.extend(warm_up.env.keys().filter_map(|name| judge_variable(&join(&format!("{path}.env"), name), name)));
 }
 
 fn judge_volumes(path: &str, task: &TaskSpec, out: &mut Vec<Problem>) {

@@ -236,6 +236,10 @@ pub struct MachineArgs {
     /// The guests' agent. Default: volley-guest beside this program.
     #[arg(long, env = "VOLLEY_GUEST_AGENT", value_name = "FILE", help_heading = "microVMs")]
     pub guest_agent: Option<PathBuf>,
+    /// Offers `microvm` also where VMMs can't be shut off from the host. For development only: without root, above all, a guest that breaks into
+    /// its VMM is on the host. Every result says what was missing.
+    #[arg(long, env = "VOLLEY_ALLOW_UNCONFINED_MACHINES", help_heading = "microVMs")]
+    pub allow_unconfined_machines: bool,
 }
 
 /// `volley image`.

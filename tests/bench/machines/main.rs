@@ -25,9 +25,7 @@ mod tiny;
 
 use std::time::Duration;
 
-use volley_worker::vmm::qemu::Qemu;
 use volley_worker::vmm::spawner::MachineSpawner;
-use volley_worker::vmm::{VmmError, kvm};
 
 /// For what must not hang.
 pub const SOON: Duration = Duration::from_secs(60);
@@ -61,18 +59,6 @@ fn main() {
             }
         });
         runtime.shutdown_timeout(Duration::from_secs(2));
-    }
-}
-
-/// QEMU; or none, and the reason is printed.
-pub async fn qemu(spawner: &MachineSpawner) -> Option<Qemu> {
-    match Qemu::open(spawner.clone(), None, kvm::probe(spawner).await).await {
-        Ok(qemu) => Some(qemu),
-        Err(why @ VmmError::Unusable { .. }) => {
-            eprintln!("skipped: {why}");
-            None
-        }
-        Err(why) => panic!("{why}"),
     }
 }
 

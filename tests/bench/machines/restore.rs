@@ -11,9 +11,10 @@ use volley_worker::vmm::{Snapshot, Vm, Vmm};
 
 use crate::bare::{Bare, FirecrackerParts, QemuParts};
 use crate::figures::{figure, median, part};
+use crate::linux::qemu as open;
 use crate::linux::{self, Linux, output};
 use crate::tiny::{Tiny, say};
-use crate::{SOON, ms, qemu as open};
+use crate::{SOON, ms};
 
 /// Restores of one kind, in turns with the other.
 const ROUNDS: usize = 25;

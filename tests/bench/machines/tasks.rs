@@ -14,10 +14,10 @@ use volley_jobspecs::spec::{Isolation, Resources, Timeouts};
 use volley_jobspecs::wire::guest::mux::Channel;
 use volley_jobspecs::wire::guest::{Dir, Exec, FileLimits, Furnish, Get, Identity, Mount};
 use volley_worker::MachineConfig;
-use volley_worker::cgroup::Limits;
+use volley_worker::cgroup::{Cgroups, Limits};
 use volley_worker::dirs::Dirs;
 use volley_worker::guest::Guest;
-use volley_worker::machines::Machines;
+use volley_worker::machines::{Machines, Wanted};
 use volley_worker::prepare::{InMachine, Prepared};
 use volley_worker::runtime::Machine;
 use volley_worker::runtime::microvm::MicrovmMachine;
@@ -40,6 +40,8 @@ fn prepared(image: &str, dirs: &Dirs) -> Prepared {
         image: Some(image.to_owned()),
         isolation: Isolation::Microvm,
         command: vec!["/bin/true".to_owned()],
+        warm_up: Vec::new(),
+        keep_processes: false,
         env: Default::default(),
         stdin: None,
         workdir: None,
@@ -146,12 +148,17 @@ async fn by_script(machines: &Machines, template: &Template, vm: Option<Box<dyn 
     rounds.add("all", begin.elapsed());
 }
 
-async fn machines(spawner: &MachineSpawner, dir: &Path, standby_of_one_max: u32) -> Option<(Arc<Machines>, String)> {
+async fn machines(
+    spawner: &MachineSpawner,
+    dir: &Path,
+    standby_of_one_max: u32,
+    cgroups: Option<&Arc<Cgroups>>,
+) -> Option<(Arc<Machines>, String)> {
     let mut config = MachineConfig::new(dir);
     let note = image::noted(&config.images).await.map_err(|why| eprintln!("skipped: {why}")).ok()?;
     config.standby_of_one_max = Some(standby_of_one_max);
     config.spawner = Some(spawner.clone());
-    let machines = Machines::open(&config, &dir.join("machines"), 2).await.unwrap();
+    let machines = Machines::open(&config, &dir.join("machines"), 2, cgroups.cloned()).await.unwrap();
     Some((Arc::new(machines), format!("sha256:{}", note.digest.hex())))
 }
 
@@ -166,16 +173,24 @@ async fn until_waits(machines: &Machines, waiting: u32) {
 /// From a machine that waited, then with start and load.
 pub async fn overhead(spawner: &MachineSpawner) {
     let dir = tempfile::tempdir().unwrap();
+    // Beside each other in one run: what cgroups cost is the difference.
+    let cgroups = Cgroups::open(&format!("volley-bench-{}", std::process::id())).map(Arc::new);
+    let cgroups = cgroups.map_err(|why| eprintln!("without cgroups: {why}")).ok();
     for waiting in [1, 0] {
-        let Some((machines, image)) = machines(spawner, &dir.path().join(waiting.to_string()), waiting).await else { return };
-        let mut dirs = Dirs::new(dir.path().join("slot"), None);
+        let dir = dir.path().join(waiting.to_string());
+        let Some((machines, image)) = machines(spawner, &dir, waiting, cgroups.as_ref()).await else { return };
+        let mut dirs = Dirs::new(dir.join("slot"), None);
         dirs.make().unwrap();
         let prepared = prepared(&image, &dirs);
-        let mut machine = MicrovmMachine::new(machines.clone());
+        let mut machine = MicrovmMachine::new(0, machines.clone());
         let (mut ours, mut bare) = (Rounds::default(), Rounds::default());
         // The first has its template made.
         by_tier(&mut machine, &prepared, &dirs, &mut Rounds::default()).await;
-        let template = machines.template(&TenantId::new("public").unwrap(), Some(&image), &Resources::default()).await.unwrap().template;
+        let template = machines
+            .template(&Wanted::plain(&TenantId::new("public").unwrap(), Some(&image), &Resources::default()))
+            .await
+            .unwrap()
+            .template;
         for _ in 0..ROUNDS {
             until_waits(&machines, waiting).await;
             by_tier(&mut machine, &prepared, &dirs, &mut ours).await;
@@ -192,5 +207,8 @@ pub async fn overhead(spawner: &MachineSpawner) {
         figure(&format!("task-overhead {how} ms vs max"), beyond, OVERHEAD_MS_MAX);
         drop(machine);
         machines.close().await;
+    }
+    if let Some(cgroups) = cgroups {
+        cgroups.sweep().unwrap();
     }
 }

@@ -7,6 +7,7 @@
 //! What the guest says is its own word only. It ends as *guest lost* when it says nothing, and its machine is killed whatever it does.
 
 mod command;
+mod group;
 mod ready;
 
 use std::os::fd::OwnedFd;
@@ -24,7 +25,7 @@ use crate::attempt::Force;
 use crate::dirs::Dirs;
 use crate::execute::ExecuteError;
 use crate::guest::{FilesError, Guest, GuestError};
-use crate::machines::Machines;
+use crate::machines::{Machines, Wanted};
 use crate::persist::PersistError;
 use crate::prepare::{InMachine, Prepared};
 use crate::restore::RestoreError;
@@ -32,7 +33,8 @@ use crate::vmm::VmmError;
 use crate::vmm::console;
 use crate::vmm::spawner::proto::Exited;
 use command::Running;
-use ready::Ready;
+use group::Group;
+use ready::{Place, Ready};
 
 /// Where the scratch disk is mounted in a machine.
 pub const SCRATCH: &str = "/volley";
@@ -58,6 +60,7 @@ const MODE_MASK: u32 = 0o777;
 #[derive(Debug)]
 pub struct MicrovmMachine {
     machines: Arc<Machines>,
+    group: Group,
     ready: Option<Ready>,
     running: Option<Running>,
     /// Machines that are being killed.
@@ -67,8 +70,9 @@ pub struct MicrovmMachine {
 impl MicrovmMachine {
     /// A slot in which nothing ran yet.
     #[must_use]
-    pub fn new(machines: Arc<Machines>) -> Self {
-        Self { machines, ready: None, running: None, dying: None }
+    pub fn new(slot: u32, machines: Arc<Machines>) -> Self {
+        let group = Group::new(slot, machines.cgroups.clone());
+        Self { machines, group, ready: None, running: None, dying: None }
     }
 
     /// What every result of this slot says.
@@ -90,7 +94,7 @@ impl MicrovmMachine {
     pub async fn release(&mut self) {
         self.kill();
         match self.dying.take() {
-            None => {}
+            None => return,
             Some(dying) => match dying.await {
                 Ok(Ok(_exited)) => {}
                 Ok(Err(why)) => tracing::error!("a machine's end: {}", crate::chain(&why)),
@@ -98,6 +102,7 @@ impl MicrovmMachine {
                 Err(_) => {}
             },
         }
+        self.group.clear();
     }
 
     /// Copies inputs into the machine.
@@ -119,7 +124,7 @@ impl MicrovmMachine {
     /// machine is believed but that these are files. What the machine left out, in words, if anything.
     ///
     /// # Errors
-    /// [`PersistError::Machine`].
+    /// [`PersistError::Machine`], [`PersistError::Disk`].
     pub async fn collect(&mut self, prepared: &Prepared, dirs: &Dirs) -> Result<Option<String>, PersistError> {
         let (Some(ready), Some(_)) = (&self.ready, &prepared.inside) else { return Ok(None) };
         let how = Unpack { owner: dirs.owner(), mode_mask: MODE_MASK, limits: limits(ready.scratch_bytes) };
@@ -133,7 +138,13 @@ impl MicrovmMachine {
             let work = get_named(&ready.guest, crate::beneath::root(&dirs.work()).map_err(local)?, &prepared.task.outputs, how);
             futures::try_join!(out, work).map(|(out, work)| left_out(&[out, work]))
         };
+        // Behind the outputs: what was read until now and was still in the guest's memory is right. A VMM that is gone was told of elsewhere.
+        let failed = match &mut self.ready {
+            Some(ready) => ready.vm.failed_disk_operations().await.unwrap_or(0),
+            None => 0,
+        };
         match fetched {
+            _ if failed > 0 => Err(PersistError::Disk { count: failed }),
             Ok(left_out) => Ok(left_out),
             Err(why) => Err(self.not_collected(why).await),
         }
@@ -194,8 +205,13 @@ impl Machine for MicrovmMachine {
         self.release().await;
         let inside = prepared.inside.as_deref().ok_or(RestoreError::NotPrepared)?;
         let (tenant, task) = (&inside.tenant, &prepared.task);
-        let found = self.machines.template(tenant, task.image.as_deref(), &task.resources).await?;
-        let ready = ready::make(&self.machines, &found, inside, task.resources.disk.map(|disk| disk.0)).await?;
+        let found = self.machines.template(&Wanted::of(tenant, task)).await?;
+        let cgroups = self.group.ready(group::limits(&task.resources, self.machines.vmm.capabilities()))?;
+        let place = Place { inside, disk: task.resources.disk.map(|disk| disk.0), cgroups: &cgroups };
+        let ready = match ready::make(&self.machines, &found, &place).await {
+            Ok(ready) => ready,
+            Err(why) => return Err(self.group.killed_at().map_or(why, |bytes| RestoreError::HostMemory { bytes })),
+        };
         let put = self.put_inputs(&ready, inside).await;
         self.ready = Some(ready);
         put
@@ -210,7 +226,12 @@ impl Machine for MicrovmMachine {
 
     async fn wait(&self) -> Result<Exit, ExecuteError> {
         let (Some(ready), Some(running)) = (&self.ready, &self.running) else { return Err(ExecuteError::Lost) };
-        running.wait(&*ready.vm).await
+        match (running.wait(&*ready.vm).await, self.group.killed_at()) {
+            (Err(ExecuteError::Guest(why)), Some(bytes)) => {
+                Err(ExecuteError::Guest(format!("{}: {why}", RestoreError::HostMemory { bytes })))
+            }
+            (ended, _) => ended,
+        }
     }
 
     async fn stop(&self, force: Force) {

@@ -3,43 +3,33 @@
 //! Owns what a task inherits: own session, default signals, none of them blocked, three descriptors, a directory, a user, death with its shim. Runs in a
 //! child that shares its parent's memory until it execs, so it allocates nothing and calls nothing but the system.
 //!
-//! The parent does not sleep until then, as after a vfork: going to sleep twice for each command, first until it execs and then until it
-//! ends, costs as much as everything else here. So why a command never ran is known when its end is. Until the exec the two share the C
-//! library's `errno` as well; a parent that is told to end the command meanwhile may spoil the error number of one that fails by itself.
+//! The shim does not sleep until then (`stack`). So why a command never ran is known when its end is. Until the exec the two share the C
+//! library's `errno` as well; a shim that is told to end the command meanwhile may spoil the error number of one that fails by itself.
 
-use std::cell::UnsafeCell;
 use std::ffi::{CString, c_char, c_int, c_void};
-use std::mem::ManuallyDrop;
 use std::os::fd::{AsRawFd, OwnedFd};
 
 use super::proto::{Spawn, Step};
+use super::stack::{Beside, Stack};
 use super::zygote::IGNORED;
 
-/// Stack of the child until it execs, in bytes; its frames are a few hundred.
-const STACK_BYTES: usize = 64 * 1024;
 /// Where further descriptors are kept before they are placed: above every place they may get.
 pub const HIGH: c_int = 64;
 
 /// A command that runs, or is about to.
-pub struct Running {
-    /// Its process id, which is also its session and process group.
-    pub pid: libc::pid_t,
-    /// Never freed while the child may use it, which is all that is known when this is dropped.
-    shared: ManuallyDrop<Box<Shared>>,
-}
+pub struct Running(Beside<Plan>);
 
 impl Running {
+    /// Its process id, which is also its session and process group.
+    pub fn pid(&self) -> libc::pid_t {
+        self.0.pid
+    }
+
     /// Takes back what the child ran on, and why it never became the command. Only for a child whose end was waited for.
     pub fn end(self) -> (Stack, Option<NotStarted>) {
-        let Shared { stack, plan } = *ManuallyDrop::into_inner(self.shared);
-        (stack, plan.into_inner().failed)
+        let (stack, plan) = self.0.end();
+        (stack, plan.failed)
     }
-}
-
-/// What parent and child both have until the child execs.
-struct Shared {
-    stack: Stack,
-    plan: UnsafeCell<Plan>,
 }
 
 /// Why it doesn't run.
@@ -95,16 +85,6 @@ impl Strings {
 /// A request that no process can be made of.
 const INVALID: NotStarted = NotStarted { step: Step::Request, errno: libc::EINVAL };
 
-/// Memory the child runs on, kept from one command to the next.
-pub struct Stack(Vec<UnsafeCell<u128>>);
-
-impl Stack {
-    /// Takes the memory.
-    pub fn new() -> Self {
-        Self(std::iter::repeat_with(|| UnsafeCell::new(0)).take(STACK_BYTES / size_of::<u128>()).collect())
-    }
-}
-
 /// Starts a command with these standard streams (stdin, stdout, stderr), and more descriptors behind them, which are [`HIGH`] or above.
 pub fn start(stack: Stack, spawn: &Spawn, stdio: [&OwnedFd; 3], more: &[OwnedFd]) -> Result<Running, NotStarted> {
     let plan = Plan {
@@ -116,21 +96,9 @@ pub fn start(stack: Stack, spawn: &Spawn, stdio: [&OwnedFd; 3], more: &[OwnedFd]
         user: spawn.uid.zip(spawn.gid),
         failed: None,
     };
-    let shared = ManuallyDrop::new(Box::new(Shared { stack, plan: UnsafeCell::new(plan) }));
-    // The child borrows our memory until it execs, so nothing is copied however large we are.
-    let flags = libc::CLONE_VM | libc::SIGCHLD;
-    // SAFETY: stack and plan are the child's alone until it ends: `Running` keeps them and looks at neither. `child` follows the rules
-    // of such a child: no allocation, no locks, no return into frames of ours.
-    let pid = unsafe {
-        let top = shared.stack.0.as_ptr().add(shared.stack.0.len()).cast_mut().cast::<c_void>();
-        libc::clone(child, top, flags, shared.plan.get().cast())
-    };
-    if pid < 0 {
-        let errno = last_errno();
-        drop(ManuallyDrop::into_inner(shared));
-        return Err(NotStarted { step: Step::Clone, errno });
-    }
-    Ok(Running { pid, shared })
+    // SAFETY: the child is `child`, which follows the rules of one.
+    let beside = unsafe { Beside::start(stack, child, plan) };
+    beside.map(Running).map_err(|errno| NotStarted { step: Step::Clone, errno })
 }
 
 /// The files to try, in order.
@@ -145,10 +113,6 @@ fn programs(spawn: &Spawn) -> Option<Vec<CString>> {
         .map(|folder| CString::new([folder.as_slice(), b"/", name].concat()).ok())
         .collect::<Option<Vec<_>>>()
         .filter(|programs| !programs.is_empty())
-}
-
-fn last_errno() -> i32 {
-    std::io::Error::last_os_error().raw_os_error().unwrap_or(0)
 }
 
 extern "C" fn child(arg: *mut c_void) -> c_int {

@@ -12,10 +12,11 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags};
 
-use super::child::{self, NotStarted, Running, Stack};
+use super::child::{self, NotStarted, Running};
 use super::container::{self, Behind};
 use super::packet;
 use super::proto::{Exited, MakeShim, PACKET_BYTES_MAX, REQUEST_BYTES_MAX, Reply, Request, Spawn, Step};
+use super::stack::Stack;
 use super::tree;
 use super::zygote::IGNORED;
 
@@ -181,7 +182,7 @@ impl Shim {
                     return Some(exited);
                 }
                 // Orphans that end while their task runs, so that they don't fill its process limit.
-                reap_orphans(running.pid, &mut orphans);
+                reap_orphans(running.pid(), &mut orphans);
             }
             if spoken {
                 match self.hear(buffer) {
@@ -212,18 +213,18 @@ impl Shim {
         if !spared {
             // SAFETY: plain system calls. The process was not waited for, so its number is still its own.
             unsafe {
-                if libc::kill(-running.pid, signal) < 0 {
+                if libc::kill(-running.pid(), signal) < 0 {
                     // It has no group of its own yet.
-                    libc::kill(running.pid, signal);
+                    libc::kill(running.pid(), signal);
                 }
             }
         }
         for pid in tree::others(self.procs.as_deref()) {
-            if spared && pid == running.pid {
+            if spared && pid == running.pid() {
                 continue;
             }
             // Those of its group have it already; TERM twice is harmless, and KILL is KILL.
-            if signal == libc::SIGKILL || tree::group_of(pid) != Some(running.pid) {
+            if signal == libc::SIGKILL || tree::group_of(pid) != Some(running.pid()) {
                 // SAFETY: as above; a process that ended in between and whose number was given away again is a risk of
                 // microseconds that every tool which signals by number takes.
                 unsafe {
@@ -235,7 +236,7 @@ impl Shim {
 
     /// Takes the command's end, if it has ended, and that of everything it left. `orphans` holds what those used that were reaped already.
     fn reap(&self, running: &Running, orphans: &mut Exited) -> Option<Exited> {
-        let (_, status) = wait(running.pid, libc::WNOHANG, orphans).filter(|(pid, _)| *pid > 0)?;
+        let (_, status) = wait(running.pid(), libc::WNOHANG, orphans).filter(|(pid, _)| *pid > 0)?;
         let mut exited = *orphans;
         if libc::WIFSIGNALED(status) {
             exited.signal = Some(libc::WTERMSIG(status));

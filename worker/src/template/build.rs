@@ -2,9 +2,10 @@
 //!
 //! Owns the order, and that it ends in time. The machine sees the image and nothing else: no inputs, no secrets, no volumes.
 
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::path::PathBuf;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use tokio::time::Instant;
@@ -13,13 +14,20 @@ use volley_jobspecs::wire::guest::{Exec, Exit};
 
 use super::depot::DepotError;
 use super::{NoRoom, Recipe};
-use crate::guest::{Guest, GuestError};
+use crate::guest::{Command, Guest, GuestError};
+use crate::prepare;
 use crate::vmm::{Boot, Snapshot, Vm, Vmm, VmmError};
 
 /// Lines of a console that are told.
 const CONSOLE_LINES: usize = 8;
-/// Bytes kept of what a warm-up command says.
+/// Bytes kept of each stream of a warm-up command.
 const SAID_BYTES: usize = 1_024;
+/// Lines of each that are told.
+const SAID_LINES: usize = 5;
+/// Where warm-up commands have their HOME: they run as root.
+const ROOT_HOME: &str = "/root";
+/// Characters of a warm-up command that are told.
+const COMMAND_CHARS: usize = 200;
 
 /// Why there is no template.
 #[derive(Debug, thiserror::Error)]
@@ -48,13 +56,15 @@ pub enum BuildError {
         console: String,
     },
     /// A command of the warm-up failed.
-    #[error("building a template failed: its warm-up command {command} ended with {end}; it said last: {said}")]
+    #[error("building a template failed: warmUp[{number}] ({command}) {end}; {said}")]
     WarmUp {
-        /// Its program.
+        /// Which, counted from 0, as in the job's spec.
+        number: usize,
+        /// Program and arguments, or their beginning.
         command: String,
-        /// How it ended.
+        /// How it ended, or that it did not.
         end: String,
-        /// The end of its output and errors.
+        /// The end of its output and errors, with words before it.
         said: String,
     },
     /// It takes too long.
@@ -93,10 +103,18 @@ pub enum BuildError {
         reason: String,
         /// How long that stands.
         for_s: u64,
+        /// Was it the warm-up?
+        warm_up: bool,
     },
 }
 
 impl BuildError {
+    /// Is it the job's own fault? Another try would meet the same warm-up.
+    #[must_use]
+    pub fn is_warm_up(&self) -> bool {
+        matches!(self, Self::WarmUp { .. } | Self::Elsewhere { warm_up: true, .. })
+    }
+
     /// Would it fail on every worker? Else it is this host's own trouble.
     #[must_use]
     pub fn is_recipes(&self) -> bool {
@@ -123,6 +141,8 @@ pub struct Builder {
     pub initrd: PathBuf,
     /// The image's root disk.
     pub root: PathBuf,
+    /// `cgroup.procs` files of the cgroup in which machines are that no task has.
+    pub cgroups: Vec<String>,
     /// The image's environment, for the warm-up.
     pub env: Vec<(String, String)>,
     /// Longest time for all of it.
@@ -149,14 +169,17 @@ impl Builder {
             initrd: Some(self.initrd.clone()),
             words: recipe.words.clone(),
             root: Some(root),
-            cgroups: Vec::new(),
+            cgroups: self.cgroups.clone(),
         };
         let vm = build.vmm("starting the machine", None, self.vmm.boot(boot)).await?;
         let guest = build.session(&*vm, "the machine's boot", false).await?;
-        for warm_up in &recipe.warm_up {
-            let env = self.env.iter().chain(&warm_up.env).cloned().collect();
+        for (number, warm_up) in recipe.warm_up.iter().enumerate() {
+            let defaults = prepare::of_every_command(ROOT_HOME);
+            // The later counts.
+            let env: BTreeMap<_, _> = defaults.into_iter().chain(self.env.iter().chain(&warm_up.env).cloned()).collect();
+            let env = env.into_iter().collect();
             let exec = Exec { argv: warm_up.argv.clone(), env, leave: recipe.keep_processes, ..Exec::default() };
-            build.warm(&*vm, &guest, &exec).await?;
+            build.warm(&*vm, &guest, number, &exec).await?;
         }
         let prepared = build.guest("the agent's preparation", &*vm, guest.prepare_snapshot(recipe.keep_processes)).await;
         let (kept, stream) = prepared?;
@@ -188,7 +211,7 @@ impl Build<'_> {
     /// A template counts when a machine restored from it has answered.
     async fn trial(&self, snapshot: &Snapshot) -> Result<(), BuildError> {
         let stage = "a first restore";
-        let mut vm = self.vmm(stage, None, self.builder.vmm.restore(snapshot, &[])).await?;
+        let mut vm = self.vmm(stage, None, self.builder.vmm.restore(snapshot, &self.builder.cgroups)).await?;
         let resumed = self.vmm(stage, None, vm.resume()).await;
         resumed?;
         let guest = self.session(&*vm, stage, true).await?;
@@ -213,39 +236,35 @@ impl Build<'_> {
         }
     }
 
-    async fn warm(&self, vm: &dyn Vm, guest: &Guest, exec: &Exec) -> Result<(), BuildError> {
-        let stage = "its warm-up";
+    /// Runs a command of the warm-up.
+    async fn warm(&self, vm: &dyn Vm, guest: &Guest, number: usize, exec: &Exec) -> Result<(), BuildError> {
+        let said = [Said::default(), Said::default()];
         let run = async {
             let command = guest.exec(exec).await?;
-            let tail = |channel| {
-                let command = &command;
-                async move {
-                    let (mut said, mut buffer) = (Vec::new(), vec![0; 16 * 1024]);
-                    loop {
-                        let len = command.read(channel, &mut buffer).await?;
-                        if len == 0 {
-                            return Ok::<_, GuestError>(said);
-                        }
-                        said.extend_from_slice(buffer.get(..len).unwrap_or_default());
-                        let over = said.len().saturating_sub(SAID_BYTES);
-                        said.drain(..over);
-                    }
+            let [output, errors] = &said;
+            futures::try_join!(output.hear(&command, Channel::Output), errors.hear(&command, Channel::Errors))?;
+            command.ended().await
+        };
+        let end = match tokio::time::timeout_at(self.deadline, run).await {
+            Ok(Ok(ended)) if ended.exit == Exit::Code(0) => return Ok(()),
+            Ok(Ok(ended)) => {
+                let memory = if ended.oom_kills > 0 { ", for want of memory; raise task.resources.memory" } else { "" };
+                match ended.exit {
+                    Exit::Code(code) => format!("ended with exit code {code}{memory}"),
+                    Exit::Signal(signal) => format!("ended with signal {signal}{memory}"),
                 }
-            };
-            let (output, errors) = futures::try_join!(tail(Channel::Output), tail(Channel::Errors))?;
-            Ok((command.ended().await?, output, errors))
+            }
+            Ok(Err(GuestError::Refused(refusal))) => format!("did not start: {}", refusal.text),
+            Ok(Err(source)) => return Err(BuildError::Guest { stage: "its warm-up", source, console: console(Some(vm)) }),
+            Err(_late) => format!("did not end within {} s, which a template's build may take in all", self.builder.time_max.as_secs()),
         };
-        let (ended, output, errors) = self.guest(stage, vm, run).await?;
-        if ended.exit == Exit::Code(0) {
-            return Ok(());
-        }
-        let text = |bytes: &[u8]| crate::vmm::console::plain(String::from_utf8_lossy(bytes).trim());
-        let end = match ended.exit {
-            Exit::Code(code) => format!("exit code {code}"),
-            Exit::Signal(signal) => format!("signal {signal}"),
+        let said = match said.map(|said| said.last_lines()) {
+            [output, errors] if output.is_empty() && errors.is_empty() => "it said nothing".to_owned(),
+            [output, errors] if errors.is_empty() => format!("it said last: {output}"),
+            [output, errors] if output.is_empty() => format!("it said last: {errors}"),
+            [output, errors] => format!("it said last: {output}; and as errors: {errors}"),
         };
-        let said = [text(&output), text(&errors)].join(" ").trim().to_owned();
-        Err(BuildError::WarmUp { command: exec.argv.first().cloned().unwrap_or_default(), end, said })
+        Err(BuildError::WarmUp { number, command: shown(&exec.argv), end, said })
     }
 
     async fn vmm<T>(
@@ -274,6 +293,42 @@ impl Build<'_> {
     }
 }
 
+/// The end of what a command says on one of its streams. It is there also when the command never ends.
+#[derive(Debug, Default)]
+struct Said(Mutex<Vec<u8>>);
+
+impl Said {
+    async fn hear(&self, command: &Command, channel: Channel) -> Result<(), GuestError> {
+        let mut buffer = vec![0; 16 * 1024];
+        loop {
+            let len = command.read(channel, &mut buffer).await?;
+            if len == 0 {
+                return Ok(());
+            }
+            let mut said = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+            said.extend_from_slice(buffer.get(..len).unwrap_or_default());
+            let over = said.len().saturating_sub(SAID_BYTES);
+            said.drain(..over);
+        }
+    }
+
+    fn last_lines(&self) -> String {
+        let said = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        last_lines(&crate::vmm::console::plain(&String::from_utf8_lossy(&said)), SAID_LINES)
+    }
+}
+
+/// A command for people, or its beginning.
+fn shown(argv: &[String]) -> String {
+    let plain = |word: &str| word.bytes().all(|b| b.is_ascii_alphanumeric() || b"-_./=:,@%+".contains(&b)) && !word.is_empty();
+    let words: Vec<String> = argv.iter().map(|word| if plain(word) { word.clone() } else { format!("{word:?}") }).collect();
+    let all = words.join(" ");
+    match all.char_indices().nth(COMMAND_CHARS) {
+        Some((at, _)) => format!("{}…", all.get(..at).unwrap_or_default()),
+        None => all,
+    }
+}
+
 /// The end of a machine's console, to be put behind an error.
 fn console(vm: Option<&dyn Vm>) -> String {
     let text = vm.map(Vm::console).unwrap_or_default();
@@ -288,4 +343,17 @@ fn console(vm: Option<&dyn Vm>) -> String {
 pub fn last_lines(text: &str, count: usize) -> String {
     let lines: Vec<&str> = text.lines().map(str::trim).filter(|line| !line.is_empty()).collect();
     lines.get(lines.len().saturating_sub(count)..).unwrap_or_default().join(" | ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_command_is_shown_as_it_would_be_typed_and_not_too_long() {
+        let shown = |argv: &[&str]| super::shown(&argv.iter().map(|word| (*word).to_owned()).collect::<Vec<_>>());
+        assert_eq!(shown(&["python3", "-m", "compileall", "/app"]), "python3 -m compileall /app");
+        assert_eq!(shown(&["sh", "-c", "echo no use\n\u{1b}[2J", ""]), r#"sh -c "echo no use\n\u{1b}[2J" """#);
+        assert_eq!(shown(&["é"; 300]).chars().count(), COMMAND_CHARS + 1);
+    }
 }

@@ -54,6 +54,8 @@ pub enum Claimed {
         reason: String,
         /// How long that stands at most.
         for_ms: u64,
+        /// Was it the warm-up?
+        warm_up: bool,
     },
     /// To be built without a lease, and why.
     Alone(&'static str),
@@ -64,8 +66,13 @@ pub enum Claimed {
 pub enum Ending {
     /// The template is there, or somebody else may try.
     Released,
-    /// Nobody is to try again for a while, and why.
-    Failed(String),
+    /// Nobody is to try again for a while.
+    Failed {
+        /// Why.
+        reason: String,
+        /// Was it the warm-up?
+        warm_up: bool,
+    },
 }
 
 /// A lease that is held, and renewed until it is ended. Dropped, it is released.
@@ -141,7 +148,7 @@ impl Leases {
                     return Claimed::Held(Lease { end: Some(end), renewing: Some(renewing) });
                 }
                 Wish::LookForTemplate => return Claimed::LookAgain,
-                Wish::GiveUp { by, reason, for_ms } => return Claimed::GiveUp { by, reason, for_ms },
+                Wish::GiveUp { by, reason, for_ms, warm_up } => return Claimed::GiveUp { by, reason, for_ms, warm_up },
                 Wish::Alone(why) => return Claimed::Alone(why),
             };
         }
@@ -167,7 +174,7 @@ impl Leases {
         };
         let entry = match ending {
             Ending::Released => Entry::Ended { by: self.by.clone() },
-            Ending::Failed(reason) => lease::failed(&self.by, &reason),
+            Ending::Failed { reason, warm_up } => lease::failed(&self.by, &reason, warm_up),
         };
         if !matches!(self.write(&key, &entry, Some(held.revision())).await, Event::Written(_)) {
             tracing::warn!(template = key, "the lease of its build could not be ended; it ends by itself");

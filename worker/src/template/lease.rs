@@ -48,6 +48,10 @@ pub enum Entry {
         /// How long that stands at most, in milliseconds.
         #[n(2)]
         for_ms: u64,
+        /// Was it the warm-up? Not said by an older build.
+        #[n(3)]
+        #[cbor(default)]
+        warm_up: bool,
     },
     /// Its build ended: the template is there, or somebody else may try.
     #[n(2)]
@@ -96,6 +100,8 @@ pub enum Wish {
         reason: String,
         /// How long that stands at most, in milliseconds.
         for_ms: u64,
+        /// Was it the warm-up?
+        warm_up: bool,
     },
     /// Build it without a lease: the bucket does not answer, or its holder takes too long.
     Alone(&'static str),
@@ -185,9 +191,9 @@ impl Claim {
                 self.end();
                 Wish::LookForTemplate
             }
-            Some((Entry::Failed { by, reason, for_ms }, _)) => {
+            Some((Entry::Failed { by, reason, for_ms, warm_up }, _)) => {
                 self.end();
-                Wish::GiveUp { by, reason, for_ms }
+                Wish::GiveUp { by, reason, for_ms, warm_up }
             }
         }
     }
@@ -286,12 +292,12 @@ impl Held {
     }
 }
 
-/// An entry that says why a build failed.
+/// An entry that says why a build failed. `warm_up`: it was that.
 #[must_use]
-pub fn failed(by: &str, reason: &str) -> Entry {
+pub fn failed(by: &str, reason: &str, warm_up: bool) -> Entry {
     let mut reason = reason.to_owned();
     reason.truncate(reason.floor_char_boundary(REASON_BYTES_MAX));
-    Entry::Failed { by: by.to_owned(), reason, for_ms: KEPT_MS }
+    Entry::Failed { by: by.to_owned(), reason, for_ms: KEPT_MS, warm_up }
 }
 
 #[cfg(test)]
@@ -363,10 +369,10 @@ mod tests {
 
     #[test]
     fn a_failure_elsewhere_is_one_for_all() {
-        let entry = failed("other", &"é".repeat(1_500));
+        let entry = failed("other", &"é".repeat(1_500), true);
         let Entry::Failed { reason, .. } = &entry else { panic!() };
         assert_eq!(reason.len(), REASON_BYTES_MAX);
-        let given_up = Wish::GiveUp { by: "other".into(), reason: reason.clone(), for_ms: KEPT_MS };
+        let given_up = Wish::GiveUp { by: "other".into(), reason: reason.clone(), for_ms: KEPT_MS, warm_up: true };
         assert_eq!(claim("me", 0).step(0, Event::Seen(Some((entry.clone(), 4)))), given_up);
         // Also for who waited for it.
         let mut waiting = claim("me", 0);

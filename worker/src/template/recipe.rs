@@ -10,7 +10,7 @@ use crate::image::oci::Digest;
 use crate::vmm::{Identity, SLOTS, Size};
 
 /// Changes when the encoding does, or what is done with a recipe.
-const FORMAT: u32 = 2;
+const FORMAT: u32 = 3;
 
 /// Whose a template is.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
@@ -26,7 +26,7 @@ pub enum Owner {
 pub struct WarmUp {
     /// Program and arguments.
     pub argv: Vec<String>,
-    /// Its whole environment, besides the image's.
+    /// Its environment, besides the image's and what every command has.
     pub env: Vec<(String, String)>,
 }
 

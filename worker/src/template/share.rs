@@ -123,8 +123,8 @@ impl Sharing {
                 // Once more: whoever had it before may have published.
                 Claimed::Held(held) => lease = Some(held),
                 Claimed::LookAgain => {}
-                Claimed::GiveUp { by, reason, for_ms } => {
-                    return Err(BuildError::Elsewhere { by, reason, for_s: for_ms.div_ceil(1_000) });
+                Claimed::GiveUp { by, reason, for_ms, warm_up } => {
+                    return Err(BuildError::Elsewhere { by, reason, for_s: for_ms.div_ceil(1_000), warm_up });
                 }
                 Claimed::Alone(why) => {
                     tracing::warn!(template = %name, "built without a lease: {why}");
@@ -168,7 +168,10 @@ impl Sharing {
             Err(why) => {
                 if let Some(lease) = lease {
                     // What is this host's trouble alone is for another one to try.
-                    let ending = if why.is_recipes() { Ending::Failed(crate::chain(&why)) } else { Ending::Released };
+                    let ending = match why.is_recipes() {
+                        true => Ending::Failed { reason: crate::chain(&why), warm_up: why.is_warm_up() },
+                        false => Ending::Released,
+                    };
                     lease.end(ending).await;
                 }
                 Err(why)

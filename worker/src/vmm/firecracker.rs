@@ -82,7 +82,7 @@ impl Firecracker {
         let accelerator = match kvm {
             Kvm::Usable => Accelerator::Kvm,
             Kvm::Emulates => Accelerator::EmulatingKvm,
-            Kvm::Missing | Kvm::Broken => return Err(unusable(kvm.as_str().to_owned())),
+            Kvm::Missing | Kvm::Forbidden | Kvm::Broken => return Err(unusable(kvm.as_str().to_owned())),
         };
         let said = super::version_of(&spawner, Program::File(file.as_fd()), "firecracker").await?;
         let version = Version::find(&said, "Firecracker v").ok_or_else(|| unusable(format!("it does not tell its version: {said}")))?;
@@ -296,6 +296,10 @@ impl Vm for FirecrackerVm {
         self.process.user()
     }
 
+    fn enter<'a>(&'a self, cgroups: &'a [String]) -> BoxFuture<'a, Result<(), VmmError>> {
+        async { Ok(self.process.enter(cgroups).await?) }.boxed()
+    }
+
     fn pause(&mut self) -> BoxFuture<'_, Result<(), VmmError>> {
         self.call(bodies::state(false), CALL_WAIT).boxed()
     }
@@ -306,6 +310,10 @@ impl Vm for FirecrackerVm {
 
     fn swap(&mut self, slot: Slot, disk: Disk) -> BoxFuture<'_, Result<(), VmmError>> {
         self.put(slot, disk).boxed()
+    }
+
+    fn failed_disk_operations(&mut self) -> BoxFuture<'_, Result<u64, VmmError>> {
+        std::future::ready(Ok(0)).boxed()
     }
 
     fn connect(&self) -> BoxFuture<'_, Result<Box<dyn Stream>, VmmError>> {

@@ -25,6 +25,7 @@ const CODE_TAIL: [u8; 5] = [0x66, 0x49, 0x75, 0xfc, 0xf4];
 const USABLE: i32 = 0;
 const CLOSED: i32 = 1;
 const BROKEN: i32 = 2;
+const FORBIDDEN: i32 = 3;
 
 /// What KVM is worth.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -33,8 +34,10 @@ pub enum Kvm {
     Usable,
     /// It emulates, or takes so long that it might as well.
     Emulates,
-    /// It is not there, or may not be opened.
+    /// It is not there.
     Missing,
+    /// It is there, and may not be opened.
+    Forbidden,
     /// It opens and makes no machine, or one that does not run.
     Broken,
 }
@@ -46,7 +49,8 @@ impl Kvm {
         match self {
             Self::Usable => "KVM is usable",
             Self::Emulates => "KVM is there, but emulates every instruction",
-            Self::Missing => "there is no KVM, or it may not be opened",
+            Self::Missing => "there is no KVM (/dev/kvm)",
+            Self::Forbidden => "KVM is there, but the worker may not open /dev/kvm; give it that device",
             Self::Broken => "KVM is there, but its machines do not run",
         }
     }
@@ -58,6 +62,7 @@ pub async fn probe(spawner: &MachineSpawner) -> Kvm {
     match tokio::time::timeout(DEADLINE, process.exited()).await {
         Ok(Ok(exited)) if exited.code == Some(USABLE) => Kvm::Usable,
         Ok(Ok(exited)) if exited.code == Some(CLOSED) => Kvm::Missing,
+        Ok(Ok(exited)) if exited.code == Some(FORBIDDEN) => Kvm::Forbidden,
         Ok(_) => Kvm::Broken,
         // Dropped, it is killed.
         Err(_late) => Kvm::Emulates,
@@ -66,10 +71,20 @@ pub async fn probe(spawner: &MachineSpawner) -> Kvm {
 
 /// Runs the loop in this process, which then ends with the code returned. It may never come back.
 pub fn look() -> i32 {
-    let Ok(kvm) = File::options().read(true).write(true).open("/dev/kvm") else { return CLOSED };
-    match count_down(&kvm) {
-        Ok(true) => USABLE,
-        Ok(false) | Err(_) => BROKEN,
+    match File::options().read(true).write(true).open("/dev/kvm") {
+        Ok(kvm) => match count_down(&kvm) {
+            Ok(true) => USABLE,
+            Ok(false) | Err(_) => BROKEN,
+        },
+        Err(why) => closed(&why),
+    }
+}
+
+/// What it means that it can't be opened. A host without the module may have the file all the same.
+fn closed(why: &io::Error) -> i32 {
+    match why.raw_os_error() {
+        Some(libc::EACCES | libc::EPERM) => FORBIDDEN,
+        _ => CLOSED,
     }
 }
 
@@ -135,5 +150,17 @@ fn count_down(kvm: &File) -> io::Result<bool> {
         check(libc::ioctl(vcpu.as_raw_fd(), KVM_SET_REGS, regs.as_ptr()))?;
         check(libc::ioctl(vcpu.as_raw_fd(), KVM_RUN, 0))?;
         Ok(run.add(EXIT_REASON_AT).cast::<u32>().read_volatile() == KVM_EXIT_HLT)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_kvm_that_may_not_be_opened_is_told_from_none() {
+        let code = |errno| closed(&io::Error::from_raw_os_error(errno));
+        assert_eq!([libc::EACCES, libc::EPERM, libc::ENOENT, libc::ENXIO].map(code), [FORBIDDEN, FORBIDDEN, CLOSED, CLOSED]);
+        assert!(Kvm::Forbidden.as_str().contains("may not open /dev/kvm"));
     }
 }

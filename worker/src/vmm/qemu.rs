@@ -21,8 +21,8 @@ use serde_json::{Value, json};
 use super::console::Tail;
 use super::files::{self, Frozen};
 use super::kvm::Kvm;
-use super::spawner::proto::Exited;
-use super::spawner::{Launch, MachineSpawner, Process, Program};
+use super::spawner::proto::{Exited, Step};
+use super::spawner::{Launch, MachineSpawner, Process, Program, SpawnError};
 use super::{
     Accelerator, Boot, Capabilities, Disk, FORMAT, Identity, Kind, PORT_NAME, SLOTS, Size, Slot, Snapshot, Source, Version, Vm, Vmm,
     VmmError, io_error,
@@ -50,6 +50,9 @@ const WORDS: &str = "console=ttyS0 loglevel=4 panic=-1 tsc=reliable";
 /// The state's name among the descriptors that QEMU was given.
 const STATE: &str = "state";
 
+/// The host's memory that an emulated machine takes beside what every machine does, in bytes.
+pub const TRANSLATED_BYTES: u64 = (arguments::TRANSLATED_MIB as u64) << 20;
+
 /// The driver.
 #[derive(Debug)]
 pub struct Qemu {
@@ -69,11 +72,15 @@ impl Qemu {
         if !program.is_file() {
             return Err(unusable(format!("{} is not there; install qemu-system-x86", program.display())));
         }
-        let said = super::version_of(&spawner, Program::Path(&program), "qemu").await?;
-        let version = Version::find(&said, "version ").ok_or_else(|| unusable(format!("it does not tell its version: {said}")))?;
-        if version < OLDEST {
-            return Err(unusable(format!("it is version {version}; {OLDEST} is the oldest that can be used")));
-        }
+        let said = super::version_of(&spawner, Program::Path(&program), "qemu").await;
+        let said = said.map_err(|why| match why {
+            // It is there, so what is missing is missing in the view that machines have of the host.
+            VmmError::Spawn(SpawnError::NotStarted { step: Step::Exec, errno: libc::ENOENT, .. }) => {
+                unusable(format!("{} can't be run there where machines run, which see /usr only; install it below /usr", program.display()))
+            }
+            why => why,
+        })?;
+        let version = usable_version(&said).map_err(unusable)?;
         let accelerator = if kvm == Kvm::Usable { Accelerator::Kvm } else { Accelerator::Tcg };
         let cpu = arguments::cpu(accelerator);
         let identity = Identity { vmm: Kind::Qemu, version, accelerator, machine: arguments::MACHINE, cpu, format: FORMAT };
@@ -183,6 +190,15 @@ impl Qemu {
             Ok(_) => Ok(vm),
             Err(why) => Err(vm.explained(why).await),
         }
+    }
+}
+
+/// The version that QEMU says it has, if it is one that can be used; else why not.
+fn usable_version(said: &str) -> Result<Version, String> {
+    match Version::find(said, "version ") {
+        None => Err(format!("it does not tell its version: {said:?}")),
+        Some(version) if version < OLDEST => Err(format!("it is version {version}; {OLDEST} is the oldest that can be used")),
+        Some(version) => Ok(version),
     }
 }
 
@@ -352,6 +368,13 @@ impl QemuVm {
 /// How long QEMU tries to reach an NBD server again, in seconds; the guest's writes wait meanwhile.
 const NBD_PATIENCE_S: u32 = 30;
 
+/// Of all devices. What a guest asks for that no disk could do is counted elsewhere.
+fn failed_operations(stats: &Value) -> u64 {
+    let kinds = ["failed_rd_operations", "failed_wr_operations", "failed_flush_operations"];
+    let of = |device: &Value| kinds.iter().filter_map(|kind| device.get("stats")?.get(kind)?.as_u64()).fold(0, u64::saturating_add);
+    stats.as_array().into_iter().flatten().map(of).fold(0, u64::saturating_add)
+}
+
 fn nbd(dir: &str, socket: &str, export: &str) -> Value {
     let path = format!("{dir}/{socket}");
     json!({"driver": "nbd", "server": {"type": "unix", "path": path}, "export": export, "reconnect-delay": NBD_PATIENCE_S})
@@ -366,6 +389,10 @@ impl Vm for QemuVm {
         self.end.process.user()
     }
 
+    fn enter<'a>(&'a self, cgroups: &'a [String]) -> BoxFuture<'a, Result<(), VmmError>> {
+        async { Ok(self.end.process.enter(cgroups).await?) }.boxed()
+    }
+
     fn pause(&mut self) -> BoxFuture<'_, Result<(), VmmError>> {
         async { self.command("stop", json!({})).await.map(drop) }.boxed()
     }
@@ -376,6 +403,10 @@ impl Vm for QemuVm {
 
     fn swap(&mut self, slot: Slot, disk: Disk) -> BoxFuture<'_, Result<(), VmmError>> {
         self.put(slot, disk).boxed()
+    }
+
+    fn failed_disk_operations(&mut self) -> BoxFuture<'_, Result<u64, VmmError>> {
+        async { Ok(failed_operations(&self.command("query-blockstats", json!({})).await?)) }.boxed()
     }
 
     fn connect(&self) -> BoxFuture<'_, Result<Box<dyn Stream>, VmmError>> {
@@ -408,6 +439,24 @@ impl Vm for QemuVm {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn one_that_is_too_old_or_no_qemu_is_told_in_a_line() {
+        assert_eq!(usable_version("QEMU emulator version 7.2.22 (Debian 1:7.2)\nCopyright"), Ok(Version(7, 2, 22)));
+        assert_eq!(
+            usable_version("QEMU emulator version 5.2.0 (Debian 1:5.2)"),
+            Err("it is version 5.2.0; 6.1.0 is the oldest that can be used".to_owned())
+        );
+        assert_eq!(usable_version("busybox\n"), Err(r#"it does not tell its version: "busybox\n""#.to_owned()));
+    }
+
+    #[test]
+    fn failed_operations_are_those_of_all_disks() {
+        let device =
+            |wr: u64| json!({"device": "", "stats": {"failed_rd_operations": 1, "failed_wr_operations": wr, "invalid_wr_operations": 7}});
+        assert_eq!(failed_operations(&json!([device(0), device(3), {"stats": {"failed_flush_operations": u64::MAX}}])), u64::MAX);
+        assert_eq!((failed_operations(&json!([device(2)])), failed_operations(&json!({})), failed_operations(&json!([]))), (3, 0, 0));
+    }
 
     #[test]
     fn an_nbd_server_is_reached_in_the_machines_own_directory() {

@@ -35,6 +35,8 @@ use proto::{Exited, Order, PACKET_BYTES_MAX, REPLY_BYTES_MAX, Reply, Start, Step
 pub const USERS_FIRST: u32 = users::FIRST_OF_MACHINES;
 /// How many there are: more machines than a host has memory for.
 pub const USERS_MAX: u32 = 4_096;
+/// Why nothing more can be done with a process.
+const ENDED: &str = "it has ended";
 /// How long the spawner may take to set itself up: a dozen system calls, on a host that may be busy.
 const READY_WAIT: Duration = Duration::from_secs(20);
 /// How long it may take to start a process or show a mount. It does one after the other, each within milliseconds.
@@ -78,6 +80,9 @@ pub enum SpawnError {
         /// Why.
         why: String,
     },
+    /// It can't be moved into its cgroup.
+    #[error("moving a machine into its cgroup: {0}")]
+    Enter(String),
     /// The socket.
     #[error("can't speak to the helper that spawns machines: {0}")]
     Socket(#[source] io::Error),
@@ -159,11 +164,7 @@ impl MachineSpawner {
             Program::Path(path) => (What::Path(path.as_os_str().to_owned().into_vec().into()), None),
             Program::File(file) => (What::Descriptor, Some(file)),
         };
-        let open = |path: &String| {
-            let opened = File::options().write(true).open(path);
-            opened.map_err(|source| SpawnError::Open { path: PathBuf::from(path), source })
-        };
-        let joins = launch.cgroups.iter().map(open).collect::<Result<Vec<_>, _>>()?;
+        let joins = opened(launch.cgroups)?;
         let joined = u32::try_from(joins.len()).unwrap_or(u32::MAX);
         let start = Start { what, argv: launch.argv.iter().map(text).collect(), joins: joined };
         let fds = program.into_iter().chain(joins.iter().map(AsFd::as_fd)).chain(launch.inherits.iter().copied());
@@ -282,6 +283,15 @@ fn leave_and_fork(socket: OwnedFd) -> ! {
             unsafe { libc::_exit(0) }
         }
     }
+}
+
+/// `cgroup.procs` files, to be written by the spawner: the kernel asks who opened them.
+fn opened(cgroups: &[String]) -> Result<Vec<File>, SpawnError> {
+    let open = |path: &String| {
+        let opened = File::options().write(true).open(path);
+        opened.map_err(|source| SpawnError::Open { path: PathBuf::from(path), source })
+    };
+    cgroups.iter().map(open).collect()
 }
 
 fn socketpair() -> io::Result<(OwnedFd, OwnedFd)> {
@@ -406,19 +416,43 @@ impl Process {
         use rustix::mount::OpenTreeFlags as Flags;
         let flags = Flags::OPEN_TREE_CLONE | Flags::OPEN_TREE_CLOEXEC | Flags::AT_EMPTY_PATH;
         let mount = rustix::mount::open_tree(file, "", flags).map_err(|e| failed(format!("copying its mount: {}", io::Error::from(e))))?;
+        let order = Order::Attach { name: name.to_owned(), dir };
+        self.order(&order, &[mount.as_fd()]).await?.map_or(Ok(()), |why| Err(failed(why)))
+    }
+
+    /// Moves it into these cgroups, named by their `cgroup.procs` files, with all its threads. One that has ended needs no cgroup.
+    ///
+    /// # Errors
+    /// [`SpawnError::Open`], [`SpawnError::Enter`].
+    pub async fn enter(&self, cgroups: &[String]) -> Result<(), SpawnError> {
+        if cgroups.is_empty() {
+            return Ok(());
+        }
+        let files = opened(cgroups)?;
+        let fds: Vec<_> = files.iter().map(AsFd::as_fd).collect();
+        let refused = self.order(&Order::Enter, &fds).await?;
+        match refused {
+            Some(why) if self.exited.get().is_none() => Err(SpawnError::Enter(why)),
+            Some(_) | None => Ok(()),
+        }
+    }
+
+    /// Orders something, and hears why it was not done, if it was not.
+    async fn order(&self, order: &Order, fds: &[BorrowedFd<'_>]) -> Result<Option<String>, SpawnError> {
         let socket = self.socket.lock().await;
-        let order = wire::encode(&Order::Attach { name: name.to_owned(), dir });
-        packet::send(socket.0.get_ref().as_fd(), &order, &[mount.as_fd()]).map_err(SpawnError::Socket)?;
+        if self.exited.get().is_some() {
+            return Ok(Some(ENDED.to_owned()));
+        }
+        packet::send(socket.0.get_ref().as_fd(), &wire::encode(order), fds).map_err(SpawnError::Socket)?;
         let reply = tokio::time::timeout(REPLY_WAIT, socket.reply()).await.map_err(|_| SpawnError::Gone)??;
-        match reply.0 {
-            Reply::Attached(None) => Ok(()),
-            Reply::Attached(Some(why)) => Err(failed(why)),
+        Ok(match reply.0 {
+            Reply::Done(why) => why,
             Reply::Exited(exited) => {
                 let _ = self.exited.set(exited);
-                Err(failed("it has ended".to_owned()))
+                Some(ENDED.to_owned())
             }
-            _ => Err(failed("the helper answered out of turn".to_owned())),
-        }
+            _ => Some("the helper answered out of turn".to_owned()),
+        })
     }
 }
 

@@ -5,7 +5,7 @@ use std::process::{Child, Command};
 
 use volley_jobspecs::failure::FailureClass;
 use volley_jobspecs::wire::report::Ending;
-use volley_worker::cgroup::{Cgroups, SlotCgroup};
+use volley_worker::cgroup::{Cgroups, Limits, SlotCgroup};
 
 use crate::support::{World, text};
 use crate::{HOG, alive, failed, task};
@@ -184,5 +184,29 @@ fn a_predecessors_tasks_are_killed() {
     }
     assert!(!Path::new(&slot.join_files()[0]).exists());
     after.sweep().unwrap();
+    assert_eq!(worker_folder("/"), None);
+}
+
+/// As machines' VMMs are: moved from one group to another while they run, and not below a helper.
+#[test]
+#[ignore = "run in a guest"]
+fn what_is_moved_has_the_limits_and_dies_with_the_group() {
+    let cgroups = Cgroups::open("volley-moved").unwrap();
+    let (waiting, mut slot) = (cgroups.slot("machines").unwrap(), cgroups.slot("machine-0").unwrap());
+    slot.set_limits(Limits { memory_bytes: Some(64 << 20), cpu_milli: Some(500), pids: Some(9) }).unwrap();
+    let mut child = Command::new("sleep").arg("600").spawn().unwrap();
+    let group = || std::fs::read_to_string(format!("/proc/{}/cgroup", child.id())).unwrap();
+    for (files, name) in [(waiting.join_files(), "/volley-moved/machines"), (slot.join_files(), "/volley-moved/machine-0")] {
+        assert_eq!(files.len(), 1, "one hierarchy");
+        std::fs::write(&files[0], child.id().to_string()).unwrap();
+        assert_eq!(group().trim(), format!("0::{name}"));
+    }
+    let folder = PathBuf::from(format!("{TOP}/volley-moved/machine-0"));
+    let limit = |file: &str| std::fs::read_to_string(folder.join(file)).unwrap().trim().to_owned();
+    assert_eq!((limit("memory.max"), limit("cpu.max"), limit("pids.max")), ("67108864".into(), "50000 100000".into(), "10".into()));
+    assert_eq!((waiting.kill(), slot.kill()), (0, 1));
+    assert!(!child.wait().unwrap().success());
+    assert_eq!(slot.kill(), 0);
+    cgroups.sweep().unwrap();
     assert_eq!(worker_folder("/"), None);
 }

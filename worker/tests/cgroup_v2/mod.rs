@@ -38,7 +38,7 @@ const fn at_the_top(name: &'static str) -> Case {
     Case { name, group: "/", before: "", by: "" }
 }
 
-const CASES: [Case; 13] = [
+const CASES: [Case; 14] = [
     // First, while the top hands nothing down.
     Case { name: "cgroup_v2::inside::from_a_session_to_the_top", group: "/session", before: "beside /session", by: "" },
     at_the_top("cgroup_v2::inside::from_the_top"),
@@ -62,6 +62,7 @@ const CASES: [Case; 13] = [
     at_the_top("cgroup_v2::inside::a_stray_in_a_group_of_its_own_dies_and_the_group_goes"),
     at_the_top("cgroup_v2::inside::what_ignores_term_and_what_forks_is_killed"),
     at_the_top("cgroup_v2::inside::a_predecessors_tasks_are_killed"),
+    at_the_top("cgroup_v2::inside::what_is_moved_has_the_limits_and_dies_with_the_group"),
     at_the_top("limits_end_as_what_they_are"),
     at_the_top("nothing_of_a_killed_worker_runs_when_the_next_one_joins"),
 ];

@@ -5,13 +5,6 @@ use std::path::Path;
 use volley_worker::image::oci::{Config, Digest};
 use volley_worker::image::{self, ImageNote, Limits, Source, Store};
 
-const TOOLS: [&str; 59] = [
-    "[", "awk", "cat", "chmod", "cp", "cut", "date", "dd", "df", "echo", "env", "expr", "false", "find", "grep", "head", "hostname", "id",
-    "kill", "ln", "ls", "mkdir", "mkfifo", "mknod", "mount", "mv", "nc", "nice", "nohup", "od", "printf", "ps", "pwd", "readlink", "rm",
-    "rmdir", "sed", "seq", "setsid", "sh", "sha256sum", "sleep", "sort", "stat", "sync", "tail", "tee", "test", "timeout", "touch", "tr",
-    "true", "tty", "umount", "uname", "uniq", "wc", "xargs", "yes",
-];
-
 /// The same image with a user and an environment of its own.
 pub const OF_USER: &str = "sha256:2222222222222222222222222222222222222222222222222222222222222222";
 
@@ -45,25 +38,8 @@ pub async fn make_hostile(images: &Path) -> Result<String, String> {
 
 /// Imports busybox, with changes.
 async fn import(store: &Store, change: impl FnOnce(&Path)) -> Result<ImageNote, String> {
-    let path = std::env::var_os("PATH").unwrap_or_default();
-    let busybox = std::env::split_paths(&path).map(|dir| dir.join("busybox")).find(|file| file.is_file()).ok_or("no busybox in PATH")?;
     let files = tempfile::tempdir().unwrap();
-    for name in ["bin", "etc", "proc", "sys", "dev", "run", "tmp", "srv"] {
-        std::fs::create_dir_all(files.path().join(name)).unwrap();
-    }
-    std::fs::copy(&busybox, files.path().join("bin/busybox")).unwrap();
-    let listed = std::process::Command::new("ldd").arg(&busybox).output().unwrap();
-    for library in String::from_utf8_lossy(&listed.stdout).split_whitespace().filter(|word| word.starts_with('/')) {
-        let to = files.path().join(&library[1..]);
-        std::fs::create_dir_all(to.parent().unwrap()).unwrap();
-        std::fs::copy(library, to).unwrap();
-    }
-    for name in TOOLS {
-        std::os::unix::fs::symlink("busybox", files.path().join("bin").join(name)).unwrap();
-    }
-    std::fs::write(files.path().join("etc/release"), "the image\n").unwrap();
-    std::fs::write(files.path().join("etc/passwd"), "root:x:0:0::/:/bin/sh\nann:x:1000:1001::/:/bin/sh\n").unwrap();
-    std::fs::write(files.path().join("etc/group"), "root:x:0:\nann:x:1001:\n").unwrap();
+    crate::host::busybox_files(files.path())?;
     change(files.path());
     image::import(store, Source::Directory(files.path().to_owned()), None, Limits::default()).await.map_err(|e| e.to_string())
 }

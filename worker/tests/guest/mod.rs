@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 
 use volley_guest::initramfs::Archive;
 
+#[expect(dead_code, reason = "shared with tests of images")]
 mod host;
 
 pub use host::Host;

@@ -5,6 +5,7 @@
 
 #![expect(clippy::unwrap_used, reason = "a failed step of a test ends the test")]
 
+#[expect(dead_code, reason = "shared with tests of images")]
 #[path = "../guest/host.rs"]
 mod host;
 mod hostile;

@@ -8,11 +8,6 @@ use volley_worker::image::{self, ImageNote, Limits, Source, Store};
 
 use crate::host::{self, Host};
 
-const TOOLS: [&str; 24] = [
-    "sh", "cat", "head", "od", "true", "ls", "stat", "dd", "sync", "echo", "sleep", "df", "env", "id", "mkdir", "hostname", "sort", "wc",
-    "tr", "rm", "ln", "chmod", "grep", "mkfifo",
-];
-
 /// The same image with a user and an environment of its own.
 pub const OF_USER: &str = "sha256:2222222222222222222222222222222222222222222222222222222222222222";
 
@@ -23,7 +18,7 @@ pub async fn busybox(images: &Path) -> Result<String, String> {
 
 /// The same; its note.
 pub async fn noted(images: &Path) -> Result<ImageNote, String> {
-    let host = Host::find()?;
+    Host::find()?;
     host::part("VOLLEY_GUEST_MODULES", "modules").filter(|dir| dir.is_dir()).ok_or("no guest modules (VOLLEY_GUEST_MODULES)")?;
     initramfs::find_agent().map_err(|e| e.to_string())?;
     if !Path::new("/sbin/mke2fs").is_file() {
@@ -33,21 +28,7 @@ pub async fn noted(images: &Path) -> Result<ImageNote, String> {
         return Err("machines have users of their own only where the worker is root".to_owned());
     }
     let files = tempfile::tempdir().unwrap();
-    for name in ["bin", "etc", "proc", "sys", "dev", "run", "tmp"] {
-        std::fs::create_dir_all(files.path().join(name)).unwrap();
-    }
-    std::fs::copy(&host.busybox, files.path().join("bin/busybox")).unwrap();
-    let listed = std::process::Command::new("ldd").arg(&host.busybox).output().unwrap();
-    for library in String::from_utf8_lossy(&listed.stdout).split_whitespace().filter(|word| word.starts_with('/')) {
-        let to = files.path().join(&library[1..]);
-        std::fs::create_dir_all(to.parent().unwrap()).unwrap();
-        std::fs::copy(library, to).unwrap();
-    }
-    for name in TOOLS {
-        std::os::unix::fs::symlink("busybox", files.path().join("bin").join(name)).unwrap();
-    }
-    std::fs::write(files.path().join("etc/release"), "the image\n").unwrap();
-    std::fs::write(files.path().join("etc/passwd"), "root:x:0:0::/:/bin/sh\nann:x:1000:1001::/:/bin/sh\n").unwrap();
+    host::busybox_files(files.path())?;
     let store = Store::open(images).unwrap();
     let note =
         image::import(&store, Source::Directory(files.path().to_owned()), None, Limits::default()).await.map_err(|e| e.to_string())?;

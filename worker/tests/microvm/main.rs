@@ -1,8 +1,10 @@
 //! Tasks in machines of their own: real QEMU, a real Linux guest, the whole worker.
 #![expect(clippy::unwrap_used, reason = "a test says with a panic that it failed")]
 
+mod bad_days;
 mod ends;
 mod files;
+mod groups;
 mod hard;
 #[expect(dead_code, reason = "shared with tests that start QEMU themselves")]
 #[path = "../guest/host.rs"]
@@ -12,12 +14,17 @@ mod image;
 #[path = "../support/mod.rs"]
 mod support;
 mod templates;
+mod unconfined;
 mod unlike;
+mod warm_up;
 
 use volley_jobspecs::failure::FailureClass;
+use volley_jobspecs::ids::JobId;
 use volley_jobspecs::wire::plan::Isolation;
 use volley_jobspecs::wire::report::{AttemptEnd, Ending};
+use volley_jobspecs::wire::work::AtStage;
 use volley_worker::Config;
+use volley_worker::vmm::spawner::MachineSpawner;
 
 use support::World;
 
@@ -37,6 +44,25 @@ async fn world(change: impl FnOnce(&mut Config)) -> Option<(World, String)> {
             None
         }
     }
+}
+
+/// A spawner of the test's own; or none, and the reason is printed.
+fn spawner() -> Option<MachineSpawner> {
+    MachineSpawner::start().map_err(|why| eprintln!("skipped: {why}")).ok()
+}
+
+/// Does a task's command run?
+fn is_running(w: &World, job: JobId) -> bool {
+    w.last_beat().at.iter().any(|at| at.name.job == job && at.stage == AtStage::Running)
+}
+
+/// Starts a task and waits until its command runs.
+async fn begin(w: &mut World, task: &str) -> JobId {
+    let (job, _) = w.job(r#"{"count":1}"#, task);
+    let (_, order) = w.bundle(job, 0, 1);
+    w.order(vec![order]).await;
+    w.until("the command", |w| is_running(w, job)).await;
+    job
 }
 
 /// A task's JSON.

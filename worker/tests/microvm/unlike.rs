@@ -6,10 +6,10 @@ use std::time::{Duration, Instant};
 
 use volley_jobspecs::keys;
 use volley_jobspecs::wire::report::Ending;
-use volley_worker::vmm::spawner::MachineSpawner;
 
+use crate::groups::groups_of;
 use crate::support::text;
-use crate::{children, task, world};
+use crate::{children, spawner, task, world};
 
 /// What this process holds: descriptors by kind, the machines' processes, and files of its directory.
 #[derive(Debug, PartialEq, Eq)]
@@ -17,6 +17,8 @@ struct Held {
     files: BTreeMap<String, usize>,
     processes: usize,
     paths: BTreeSet<PathBuf>,
+    /// Cgroups of the worker, with what is in them.
+    groups: BTreeMap<PathBuf, String>,
 }
 
 impl Held {
@@ -36,7 +38,15 @@ impl Held {
                 paths.insert(entry.path());
             }
         }
-        Self { files, processes: children(spawner).len(), paths }
+        let mut groups = BTreeMap::new();
+        let mut stack = groups_of(dir);
+        while let Some(group) = stack.pop() {
+            let inner = std::fs::read_dir(&group).into_iter().flatten().flatten();
+            stack.extend(inner.filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir())).map(|entry| entry.path()));
+            let members = std::fs::read_to_string(group.join("cgroup.procs")).unwrap_or_default();
+            groups.insert(group, members);
+        }
+        Self { files, processes: children(spawner).len(), paths, groups }
     }
 }
 
@@ -45,15 +55,13 @@ const WHO: &str = "head -c 16 /dev/urandom | od -A n -t x1 | tr -d ' '; cat /pro
 
 #[tokio::test(flavor = "multi_thread")]
 async fn ten_machines_leave_nothing_and_are_unlike_each_other() {
-    let spawner = match MachineSpawner::start() {
-        Ok(spawner) => spawner,
-        Err(why) => return eprintln!("skipped: {why}"),
-    };
+    let Some(spawner) = spawner() else { return };
     let (ours, mut dir) = (spawner.clone(), PathBuf::new());
     let started = world(|config| {
         config.machines.spawner = Some(ours);
         // None waits, so that what is left is left by tasks.
         config.machines.standby_bytes_max = 0;
+        config.cgroups = true;
         dir = config.dir.clone();
     });
     let Some((mut w, image)) = started.await else { return };
@@ -90,10 +98,7 @@ async fn ten_machines_leave_nothing_and_are_unlike_each_other() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_machine_that_waits_is_taken_and_another_one_waits_then() {
-    let spawner = match MachineSpawner::start() {
-        Ok(spawner) => spawner,
-        Err(why) => return eprintln!("skipped: {why}"),
-    };
+    let Some(spawner) = spawner() else { return };
     let ours = spawner.clone();
     let Some((mut w, image)) = world(|config| config.machines.spawner = Some(ours)).await else { return };
     let mut runs = Vec::new();

@@ -77,9 +77,9 @@ async fn one_of_many_holds_it_and_the_others_learn_how_it_ended() {
         async move { leases.claim(&name, WAIT, |_| {}).await }
     });
     tokio::time::sleep(Duration::from_millis(500)).await;
-    lease.end(Ending::Failed("the warm-up said no".into())).await;
+    lease.end(Ending::Failed { reason: "the warm-up said no".into(), warm_up: true }).await;
     for claimed in [waiting.await.unwrap(), workers[2].claim(&name, WAIT, |_| {}).await] {
-        let Claimed::GiveUp { by, reason, .. } = claimed else { panic!("{claimed:?}") };
+        let Claimed::GiveUp { by, reason, warm_up: true, .. } = claimed else { panic!("{claimed:?}") };
         assert_eq!((by.as_str(), reason.as_str()), ("w0", "the warm-up said no"));
     }
     let begin = Instant::now();

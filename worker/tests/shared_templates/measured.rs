@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use volley_jobspecs::ids::TenantId;
 use volley_jobspecs::spec::{ByteSize, Resources};
 use volley_worker::MachineConfig;
-use volley_worker::machines::Machines;
+use volley_worker::machines::{Machines, Wanted};
 use volley_worker::template::Template;
 use volley_worker::template::depot::{Depot, Look, Source};
 use volley_worker::template::manifest::Built;
@@ -34,7 +34,7 @@ async fn boot(machines: &Machines, image: &str, mib: u64) -> Arc<Template> {
     for tenant in ["acme", "t1", "t2"] {
         let resources = Resources { memory: Some(ByteSize(mib << 20)), ..Resources::default() };
         let begin = Instant::now();
-        let found = machines.template(&TenantId::new(tenant).unwrap(), Some(image), &resources).await.unwrap();
+        let found = machines.template(&Wanted::plain(&TenantId::new(tenant).unwrap(), Some(image), &resources)).await.unwrap();
         boots.push(begin.elapsed());
         first.get_or_insert(found.template);
     }
@@ -76,7 +76,7 @@ async fn a_template_is_measured_from_host_to_host() {
     config.images = images;
     config.standby_bytes_max = 0;
     config.templates_bytes_max = 8 << 30;
-    let machines = Machines::open(&config, &dir.path().join("machines"), 2).await.unwrap();
+    let machines = Machines::open(&config, &dir.path().join("machines"), 2, None).await.unwrap();
     let templates = [boot(&machines, &image, 32).await, boot(&machines, &image, 512).await];
     for template in &templates {
         let (memory, state) = (template.memory().allocated_bytes().unwrap() >> 10, template.state().bytes().unwrap() >> 10);

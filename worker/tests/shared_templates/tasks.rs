@@ -9,6 +9,7 @@ use volley_jobspecs::ids::TenantId;
 use volley_jobspecs::wire::plan::Isolation;
 use volley_jobspecs::wire::report::Ending;
 use volley_worker::ShareConfig;
+use volley_worker::machines::Wanted;
 use volley_worker::template::share::Sharing;
 use volley_worker::template::step::{Phase, Steps};
 
@@ -23,7 +24,7 @@ async fn a_workers_first_task_runs_in_a_machine_that_another_worker_booted() {
     let Some((images, _, image)) = an_image(dir.path()).await else { return };
     let bucket = Bucket::start(&dir.path().join("s3")).await;
     let one = Worker::start(dir.path(), "one", &images, bucket.depot().await, &nats.address()).await;
-    one.machines.template(&TenantId::new("public").unwrap(), Some(&image), &small()).await.unwrap();
+    one.machines.template(&Wanted::plain(&TenantId::new("public").unwrap(), Some(&image), &small())).await.unwrap();
     one.published().await;
     one.machines.close().await;
     // The keys of the bucket's templates, as a worker is told them.

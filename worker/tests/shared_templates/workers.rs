@@ -6,27 +6,24 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use volley_guest::initramfs;
 use volley_jobspecs::failure::FailureClass;
 use volley_jobspecs::ids::TenantId;
-use volley_jobspecs::spec::{ByteSize, Resources};
+use volley_jobspecs::spec::{ByteSize, Resources, WarmUpSpec};
 use volley_jobspecs::wire::guest::Exec;
 use volley_jobspecs::wire::guest::mux::Channel;
 use volley_worker::MachineConfig;
 use volley_worker::guest::Guest;
-use volley_worker::image::kernel::{self, Places};
-use volley_worker::image::{ImageNote, Store};
-use volley_worker::machines::{Machines, TemplateError};
+use volley_worker::image::ImageNote;
+use volley_worker::machines::{Machines, TemplateError, Wanted};
 use volley_worker::restore::RestoreError;
 use volley_worker::template::claim::Leases;
 use volley_worker::template::depot::{Depot, Look};
 use volley_worker::template::share::Sharing;
 use volley_worker::template::step::{Phase, Step, Steps};
-use volley_worker::template::{BuildError, Builder, Recipe, Template, Templates, WarmUp};
+use volley_worker::template::{BuildError, Template, WarmUp};
 use volley_worker::vmm::Vmm;
 
 use crate::bucket::{self, Bucket};
-use crate::host;
 use crate::image;
 use crate::nats::Nats;
 
@@ -69,11 +66,20 @@ impl Worker {
         let told = steps.clone();
         config.steps = Some(Steps::new(move |step| told.lock().unwrap().push(step)));
         change(&mut config);
-        Self { machines: Machines::open(&config, &dir.join("machines"), 2).await.unwrap(), steps }
+        Self { machines: Machines::open(&config, &dir.join("machines"), 2, None).await.unwrap(), steps }
     }
 
     pub async fn template(&self, image: &str) -> Result<Arc<Template>, TemplateError> {
-        self.machines.template(&tenant(), Some(image), &small()).await.map(|found| found.template)
+        self.machines.template(&Wanted::plain(&tenant(), Some(image), &small())).await.map(|found| found.template)
+    }
+
+    /// The same with a warm-up.
+    pub async fn warmed(&self, image: &str, script: &str, keep_processes: bool) -> Result<Arc<Template>, TemplateError> {
+        let command = ["/bin/sh", "-c", script].map(str::to_owned).to_vec();
+        let warm_up = [WarmUpSpec { command, env: [("PATH".to_owned(), "/bin".to_owned())].into() }];
+        let (tenant, resources) = (tenant(), small());
+        let wanted = Wanted { warm_up: &warm_up, keep_processes, ..Wanted::plain(&tenant, Some(image), &resources) };
+        self.machines.template(&wanted).await.map(|found| found.template)
     }
 
     /// Its phases, each once, in order; without what they moved.
@@ -173,7 +179,7 @@ async fn a_template_is_built_by_one_worker_and_run_by_all() {
     let seven = Worker::start_with(dir.path(), "w7", &images, bucket.depot().await, &nats.address(), little).await;
     drop(seven.template(&image).await.unwrap());
     let other = TenantId::new("other").unwrap();
-    let why = seven.machines.template(&other, Some(&image), &small()).await.unwrap_err();
+    let why = seven.machines.template(&Wanted::plain(&other, Some(&image), &small())).await.unwrap_err();
     assert!(matches!(&why, TemplateError::Build(why) if matches!(**why, BuildError::NoRoom(_))), "{why}");
     for worker in [one, two, three, seven] {
         worker.machines.close().await;
@@ -249,72 +255,53 @@ async fn a_bucket_that_goes_away_is_an_infra_failure_and_is_tried_again() {
     }
 }
 
-/// What builds templates of recipes that no job's spec can say yet.
-fn builder(dir: &Path, machines: &Machines, note: &ImageNote, images: &Path, time_max: Duration) -> Builder {
-    let initrd = dir.join("initrd");
-    let (agent, modules) = (initramfs::find_agent().unwrap(), host::part("VOLLEY_GUEST_MODULES", "modules").unwrap());
-    // Once: a machine may be booting from it.
-    if !initrd.exists() {
-        std::fs::write(&initrd, initramfs::build(&agent, Some(&modules), &initramfs::MODULES).unwrap()).unwrap();
-    }
-    Builder {
-        vmm: machines.vmm.clone(),
-        kernel: kernel::find(None, &Places::of_process()).unwrap().path,
-        initrd,
-        root: Store::open(images).unwrap().root(&note.root),
-        env: Vec::new(),
-        time_max,
-    }
-}
-
 #[tokio::test(flavor = "multi_thread")]
 async fn a_warm_ups_processes_live_on_only_where_they_are_declared_and_its_failure_is_one_for_all() {
     let (Some(nats), dir) = (Nats::start(), tempfile::tempdir().unwrap()) else { return };
-    let Some((images, note, image)) = an_image(dir.path()).await else { return };
+    let Some((images, _, image)) = an_image(dir.path()).await else { return };
     let bucket = Bucket::start(&dir.path().join("s3")).await;
-    let worker = Worker::start(dir.path(), "w0", &images, bucket.depot().await, &nats.address()).await;
-    let plain = worker.template(&image).await.unwrap();
-    let client = nats.client().await;
-    let shelf = async |name: &str| {
-        let leases = Leases::new(client.clone(), name.to_owned());
-        Templates::new(4 << 30).with(Some(Sharing::new(bucket.depot().await, leases, "test")), None)
+    let depot = bucket.depot().await;
+    let start = async |name: &str| {
+        let change = |config: &mut MachineConfig| config.build_ms_max = 30_000;
+        Worker::start_with(dir.path(), name, &images, bucket.depot().await, &nats.address(), change).await
     };
-    let build = |secs| builder(dir.path(), &worker.machines, &note, &images, Duration::from_secs(secs));
+    let (one, two) = (start("w1").await, start("w2").await);
     // A warm-up that leaves work and a daemon.
-    let daemon = shell("echo warm > /etc/warm; sleep 4242 < /dev/null > /dev/null 2>&1 &");
+    let daemon = "echo warm > /etc/warm; sleep 4242 < /dev/null > /dev/null 2>&1 &";
     for keep in [false, true] {
-        let recipe = Recipe { warm_up: vec![daemon.clone()], keep_processes: keep, ..plain.recipe.clone() };
-        let one = shelf("w1").await.get(&recipe, || build(100)).await.unwrap();
-        assert_eq!(one.kept_processes, u32::from(keep));
+        let built = one.warmed(&image, daemon, keep).await.unwrap();
         // Another worker's: fetched, once it is there.
         let begin = Instant::now();
-        let depot = bucket.depot().await;
-        while !matches!(depot.look(&recipe).await.unwrap(), Look::Found(_)) {
+        while !matches!(depot.look(&built.recipe).await.unwrap(), Look::Found(_)) {
             assert!(begin.elapsed() < Duration::from_secs(60));
             tokio::time::sleep(Duration::from_millis(50)).await;
         }
-        let two = shelf("w2").await.get(&recipe, || build(100)).await.unwrap();
-        assert_eq!(two.kept_processes, u32::from(keep));
-        for template in [&one, &two] {
+        let fetched = two.warmed(&image, daemon, keep).await.unwrap();
+        assert!(!two.built());
+        for (worker, template) in [(&one, &built), (&two, &fetched)] {
+            assert_eq!(template.kept_processes, u32::from(keep));
             let script = "cat /etc/warm; for p in /proc/[0-9]*; do tr '\\0' ' ' < $p/cmdline 2>/dev/null | grep '^sleep 4242'; done";
-            let said = says(&*worker.machines.vmm, template, script).await;
-            assert_eq!(said.trim_end(), if keep { "warm\nsleep 4242" } else { "warm" });
+            assert_eq!(worker.says(template, script).await.trim_end(), if keep { "warm\nsleep 4242" } else { "warm" });
         }
-        let shown = volley_worker::template::index::show(&depot, &recipe.owner, &recipe.name().to_string()).await.unwrap();
+        let shown = volley_worker::template::index::show(&depot, &built.recipe.owner, &built.name.to_string()).await.unwrap();
         assert_eq!((shown.recipe.keep_processes, shown.kept_processes), (keep, u32::from(keep)));
     }
-    // One that fails, one that never ends: one build of two workers, one error.
-    for (script, secs, says) in [("echo no use >&2; exit 5", 100, "ended with exit code 5"), ("sleep 1000", 25, "it was at its warm-up")] {
-        let recipe = Recipe { warm_up: vec![shell(script)], ..plain.recipe.clone() };
-        let (one, two) = (shelf("w1").await, shelf("w2").await);
-        let (first, second) = futures::join!(one.get(&recipe, || build(secs)), two.get(&recipe, || build(secs)));
-        let whys = [first.unwrap_err(), second.unwrap_err()];
-        assert_eq!(whys.iter().filter(|why| matches!(***why, BuildError::Elsewhere { .. })).count(), 1, "{whys:?}");
-        assert!(whys.iter().all(|why| why.to_string().contains(says)), "{whys:?}");
-        let late = shelf("w3").await.get(&recipe, || build(secs)).await.unwrap_err();
-        assert!(matches!(*late, BuildError::Elsewhere { .. }), "{late}");
+    // One that fails, one that never ends: one build of two workers, one error, which is the job's own everywhere.
+    let three = start("w3").await;
+    for (script, says) in [("echo no use >&2; exit 5", "ended with exit code 5"), ("sleep 1000", "did not end within 30 s")] {
+        let (first, second) = futures::join!(one.warmed(&image, script, false), two.warmed(&image, script, false));
+        let late = three.warmed(&image, script, false).await.unwrap_err();
+        let whys = [first.unwrap_err(), second.unwrap_err(), late];
+        let elsewhere = |why: &&TemplateError| matches!(why, TemplateError::Build(why) if matches!(**why, BuildError::Elsewhere { .. }));
+        assert_eq!(whys.iter().filter(elsewhere).count(), 2, "{whys:?}");
+        for why in whys {
+            assert!(why.to_string().contains("warmUp[0] (/bin/sh -c") && why.to_string().contains(says), "{why}");
+            assert_eq!(RestoreError::Template(why).class(), FailureClass::InputMissing);
+        }
     }
-    worker.machines.close().await;
+    for worker in [one, two, three] {
+        worker.machines.close().await;
+    }
 }
 
 #[tokio::test(flavor = "multi_thread")]

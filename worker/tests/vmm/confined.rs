@@ -233,6 +233,55 @@ async fn a_process_lives_as_long_as_what_holds_it() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_process_is_moved_into_another_cgroup_while_it_runs() {
+    let Some(spawner) = spawner() else { return };
+    let cgroups = match Cgroups::open(&format!("volley-test-move-{}", std::process::id())) {
+        Ok(cgroups) => cgroups,
+        Err(why) => return eprintln!("skipped: {why}"),
+    };
+    let [first, second] = ["first", "second"].map(|name| cgroups.slot(name).unwrap().join_files());
+    let all = futures::future::join_all((0..20).map(|_| start(&spawner, &["/usr/bin/sleep", "600"]))).await;
+    let all: Vec<Process> = all.into_iter().map(Result::unwrap).collect();
+    let listed = |files: &[String], pid: u32| {
+        let is_in = |file: &String| fs::read_to_string(file).unwrap().lines().any(|line| line == pid.to_string());
+        files.iter().all(is_in)
+    };
+    // One every so often, then all behind each other: what takes long is waited for once.
+    let (mut apart, mut together) = (Vec::new(), Vec::new());
+    for process in &all {
+        tokio::time::sleep(Duration::from_millis(100)).await;
+        let begin = Instant::now();
+        process.enter(&first).await.unwrap();
+        apart.push(begin.elapsed());
+        assert!(listed(&first, process.pid()));
+    }
+    for process in &all {
+        let begin = Instant::now();
+        process.enter(&second).await.unwrap();
+        together.push(begin.elapsed());
+        assert!(listed(&second, process.pid()));
+    }
+    let last = together.clone();
+    eprintln!(
+        "into {} hierarchies: {:?} each, {:?} in a row (all {:?})",
+        first.len(),
+        median(apart),
+        median(together),
+        last.iter().sum::<Duration>()
+    );
+    assert!(first.iter().all(|file| fs::read_to_string(file).unwrap().is_empty()));
+    // One that has ended is nobody's any more, and no error.
+    let [gone, lives] = [&all[0], &all[1]];
+    gone.kill();
+    gone.exited().await.unwrap();
+    gone.enter(&first).await.unwrap();
+    assert!(lives.enter(&["/nowhere/cgroup.procs".to_owned()]).await.is_err());
+    // What is killed through its cgroup has ended as any other.
+    cgroups.sweep().unwrap();
+    assert_eq!(lives.exited().await.unwrap().signal, Some(9));
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn sixty_four_are_started_at_once() {
     let Some(spawner) = spawner() else { return };
     let one = async || {

@@ -11,13 +11,26 @@ use volley_jobspecs::wire::guest::mux::Channel;
 use volley_jobspecs::wire::guest::{Ended, Exec, Exit};
 use volley_worker::guest::{Guest, Stream};
 use volley_worker::image::{self, Limits, Source, Store};
-use volley_worker::vmm::{Boot, Size};
+use volley_worker::vmm::qemu::Qemu;
+use volley_worker::vmm::spawner::MachineSpawner;
+use volley_worker::vmm::{Boot, Size, VmmError, kvm};
 
 use crate::SOON;
 use crate::host::{self, Host};
 
-const TOOLS: [&str; 12] = ["sh", "cat", "head", "od", "true", "ls", "stat", "dd", "sync", "echo", "sleep", "df"];
 pub const SIZE: Size = Size { vcpus: 1, memory_bytes: 192 << 20 };
+
+/// QEMU; or none, and the reason is printed.
+pub async fn qemu(spawner: &MachineSpawner) -> Option<Qemu> {
+    match Qemu::open(spawner.clone(), None, kvm::probe(spawner).await).await {
+        Ok(qemu) => Some(qemu),
+        Err(why @ VmmError::Unusable { .. }) => {
+            eprintln!("skipped: {why}");
+            None
+        }
+        Err(why) => panic!("{why}"),
+    }
+}
 
 /// What machines are booted from.
 pub struct Linux {
@@ -43,20 +56,7 @@ impl Linux {
         let initrd = dir.path().join("initrd");
         std::fs::write(&initrd, initramfs::build(&agent, Some(&modules), &initramfs::MODULES).unwrap()).unwrap();
         let files = dir.path().join("files");
-        for name in ["bin", "etc", "proc", "sys", "dev", "run", "tmp"] {
-            std::fs::create_dir_all(files.join(name)).unwrap();
-        }
-        std::fs::copy(&host.busybox, files.join("bin/busybox")).unwrap();
-        let listed = std::process::Command::new("ldd").arg(&host.busybox).output().unwrap();
-        for library in String::from_utf8_lossy(&listed.stdout).split_whitespace().filter(|word| word.starts_with('/')) {
-            let to = files.join(&library[1..]);
-            std::fs::create_dir_all(to.parent().unwrap()).unwrap();
-            std::fs::copy(library, to).unwrap();
-        }
-        for name in TOOLS {
-            std::os::unix::fs::symlink("busybox", files.join("bin").join(name)).unwrap();
-        }
-        std::fs::write(files.join("etc/release"), "the image\n").unwrap();
+        host::busybox_files(&files)?;
         let store = Store::open(&dir.path().join("images")).unwrap();
         let note = image::import(&store, Source::Directory(files), None, Limits::default()).await.map_err(|e| e.to_string())?;
         let path = store.root(&note.root);

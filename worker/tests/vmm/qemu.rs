@@ -5,27 +5,15 @@ use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 
 use volley_jobspecs::wire::guest::Mount;
-use volley_worker::vmm::kvm;
 use volley_worker::vmm::qemu::Qemu;
 use volley_worker::vmm::{Disk, Size, Slot, Snapshot, Source, Version, Vm, Vmm, VmmError};
 
-use crate::linux::{Linux, ext4, session, sh, shell};
+use crate::linux::{Linux, ext4, qemu, session, sh, shell};
 use crate::nbd::Server;
 use crate::{Held, SOON, broken_states, children, median, pss_kib, spawner, with_state};
 
 /// Size of scratch disks.
 const SCRATCH_BYTES: u64 = 96 << 20;
-
-async fn qemu(spawner: &volley_worker::vmm::spawner::MachineSpawner) -> Option<Qemu> {
-    match Qemu::open(spawner.clone(), None, kvm::probe(spawner).await).await {
-        Ok(qemu) => Some(qemu),
-        Err(why @ VmmError::Unusable { .. }) => {
-            eprintln!("skipped: {why}");
-            None
-        }
-        Err(why) => panic!("{why}"),
-    }
-}
 
 /// Boots a machine, has its agent prepare it, and saves it.
 async fn saved(qemu: &Qemu, linux: &Linux) -> Snapshot {

@@ -42,33 +42,45 @@ pub struct Ready {
     pub scratch_bytes: u64,
 }
 
+/// Where a machine is made ready for its task.
+#[derive(Debug, Clone, Copy)]
+pub struct Place<'a> {
+    /// What it needs to know.
+    pub inside: &'a InMachine,
+    /// Size of its disk, if the task says one.
+    pub disk: Option<u64>,
+    /// The `cgroup.procs` files of its slot's cgroup.
+    pub cgroups: &'a [String],
+}
+
 /// Makes one: one that waits if one does, else a new one. When one that waited turns out to be of no use, a new one is made.
 ///
 /// # Errors
 /// [`RestoreError`]; the machine is gone.
-pub async fn make(machines: &Machines, found: &Found, inside: &InMachine, disk: Option<u64>) -> Result<Ready, RestoreError> {
-    let ready = make_one(machines, found, inside, disk).await;
+pub async fn make(machines: &Machines, found: &Found, place: &Place<'_>) -> Result<Ready, RestoreError> {
+    let ready = make_one(machines, found, place).await;
     machines.standby.refill();
     ready
 }
 
-async fn make_one(machines: &Machines, found: &Found, inside: &InMachine, disk: Option<u64>) -> Result<Ready, RestoreError> {
-    let disk = disk.unwrap_or(volley_jobspecs::machine::DISK_BYTES_DEFAULT);
+async fn make_one(machines: &Machines, found: &Found, place: &Place<'_>) -> Result<Ready, RestoreError> {
+    let disk = place.disk.unwrap_or(volley_jobspecs::machine::DISK_BYTES_DEFAULT);
     if let Some(vm) = machines.standby.take(&found.template) {
-        match confirm(machines, vm, found, inside, machines.scratch.make(disk).await?).await {
+        match confirm(machines, vm, found, place, machines.scratch.make(disk).await?).await {
             Ok(ready) => return Ok(ready),
             Err(why) => tracing::warn!("a machine that waited is of no use: {}; another is made", crate::chain(&why)),
         }
     }
-    let (scratch, vm) = tokio::join!(machines.scratch.make(disk), machines.vmm.restore(&found.template.snapshot, &[]));
-    confirm(machines, vm?, found, inside, scratch?).await
+    let (scratch, vm) = tokio::join!(machines.scratch.make(disk), machines.vmm.restore(&found.template.snapshot, place.cgroups));
+    // It began in its slot's cgroup.
+    confirm(machines, vm?, found, &Place { cgroups: &[], ..*place }, scratch?).await
 }
 
 async fn confirm(
     machines: &Machines,
     mut vm: Box<dyn Vm>,
     found: &Found,
-    inside: &InMachine,
+    place: &Place<'_>,
     mut scratch: ScratchDisk,
 ) -> Result<Ready, RestoreError> {
     let (bytes, mut laps) = (scratch.bytes, Laps::begin());
@@ -79,7 +91,9 @@ async fn confirm(
     drop(scratch);
     laps.end();
     vm.resume().await?;
-    let guest = greet(&*vm).await?;
+    // Beside the greeting, which takes longer: a move waits for all processors of the host to have looked, some 10 ms, if none was lately.
+    let entered = async { vm.enter(place.cgroups).await.map_err(RestoreError::from) };
+    let (guest, ()) = futures::try_join!(greet(&*vm), entered)?;
     laps.end();
     let proof = guest.reseed(random()?).await?;
     laps.end();
@@ -88,7 +102,7 @@ async fn confirm(
     }
     let user = Some(found.image.user.clone()).filter(|user| !user.is_empty()).map(User::Named);
     let identity = Identity {
-        hostname: Some(inside.hostname.clone()),
+        hostname: Some(place.inside.hostname.clone()),
         machine_id: Some(ByteArray::from(random()?)),
         boot_id: Some(ByteArray::from(uuid(random()?))),
     };

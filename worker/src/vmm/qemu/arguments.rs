@@ -25,6 +25,8 @@ pub const MACHINE: &str = "q35";
 pub const READ_ONLY_MEMORY: Version = Version(8, 2, 0);
 /// Size of what lies in an empty slot; reads as zeros, takes and forgets what is written.
 const EMPTY_BYTES: u64 = 1 << 20;
+/// Memory that the translator may take for what it translated, in MiB. QEMU's own bound is 1 GiB; when this is used up it begins anew.
+pub const TRANSLATED_MIB: u32 = 128;
 /// PCI devices have fixed places, so that the guest finds the disks in order.
 const CHANNEL_PLACE: u32 = 3;
 const ROOT_PLACE: u32 = 4;
@@ -96,7 +98,7 @@ pub fn arguments(arguments: &Arguments<'_>) -> Vec<String> {
     // What QEMU itself never needs again is refused by the kernel: a guest that breaks into it can't start programs or change its user.
     line.option("-sandbox", "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny");
     line.option("-machine", format!("{MACHINE},memory-backend=memory,usb=off,vmport=off"));
-    line.option("-accel", if accelerator == Accelerator::Kvm { "kvm" } else { "tcg" });
+    line.option("-accel", if accelerator == Accelerator::Kvm { "kvm".to_owned() } else { format!("tcg,tb-size={TRANSLATED_MIB}") });
     line.option("-cpu", cpu(accelerator));
     line.option("-smp", size.vcpus.to_string());
     let mib = size.memory_bytes >> 20;
@@ -125,9 +127,11 @@ pub fn arguments(arguments: &Arguments<'_>) -> Vec<String> {
         let (node, empty) = (node(slot), slot.content(0));
         line.option("-blockdev", format!("driver=null-co,node-name={empty},read-zeroes=on,size={EMPTY_BYTES}"));
         line.option("-blockdev", format!("driver=raw,node-name={node},file={empty},discard=unmap"));
+        // A disk that can't be written, because the host's is full, is an error in the guest. QEMU would stop the machine, and nobody would know.
+        let errors = "werror=report,rerror=report";
         // 4 KiB are what the disks behind it read and write; smaller pieces are possible, so that any file system can be mounted.
         let blocks = "physical_block_size=4096,min_io_size=4096,opt_io_size=4096,discard=on";
-        line.option("-device", format!("virtio-blk-pci,drive={node},serial={node},{blocks},addr={place:#x}"));
+        line.option("-device", format!("virtio-blk-pci,drive={node},serial={node},{blocks},{errors},addr={place:#x}"));
     }
     match begin {
         Begin::Kernel { line: words, initrd } => {

@@ -4,12 +4,11 @@
 //! in a child that shares its parent's memory until it execs, so it allocates nothing and calls nothing but the system.
 
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsRawFd, OwnedFd};
 
 use super::proto::Step;
+use crate::spawner::stack::{Running, Stack};
 
-/// Stack of the child until it execs, in bytes; its frames are a few hundred.
-const STACK_BYTES: usize = 64 * 1024;
 /// Threads and processes of one VMM's user: QEMU has one a processor, some for blocks and a handful else.
 const PROCESSES_MAX: libc::rlim_t = 256;
 /// Where descriptors are kept before they are placed: above every place they may get.
@@ -38,29 +37,11 @@ pub struct Plan<'a> {
     pub user: Option<u32>,
 }
 
-/// A process that runs.
-pub struct Running {
-    /// Its process id, in the spawner's namespace.
-    pub pid: libc::pid_t,
-    /// Becomes readable when it ends.
-    pub pidfd: OwnedFd,
-}
-
 /// What the child reads: the plan, and pointers made before it exists.
 struct Prepared<'a> {
     plan: &'a Plan<'a>,
     argv: Vec<*const c_char>,
     failed: Option<(Step, c_int)>,
-}
-
-/// Memory the child runs on, kept from one start to the next.
-pub struct Stack(Vec<u128>);
-
-impl Stack {
-    /// Takes the memory.
-    pub fn new() -> Self {
-        Self(vec![0; STACK_BYTES / size_of::<u128>()])
-    }
 }
 
 /// Starts it.
@@ -70,28 +51,8 @@ impl Stack {
 pub fn start(stack: &mut Stack, plan: &Plan<'_>) -> Result<Running, (Step, i32)> {
     let argv = plan.argv.iter().map(|text| text.as_ptr()).chain(std::iter::once(std::ptr::null())).collect();
     let mut prepared = Prepared { plan, argv, failed: None };
-    let mut pidfd: c_int = -1;
-    // VFORK: the child borrows our memory and we sleep until it execs, so nothing is copied.
-    let flags = libc::CLONE_VM | libc::CLONE_VFORK | libc::CLONE_PIDFD | libc::SIGCHLD;
-    // SAFETY: the stack outlives the child's use of it because VFORK suspends us until it execs or exits; `child` follows the rules of
-    // such a child: no allocation, no locks, no return into frames of ours.
-    let pid = unsafe {
-        let top = stack.0.as_mut_ptr().add(stack.0.len()).cast::<c_void>();
-        libc::clone(child, top, flags, (&raw mut prepared).cast(), &raw mut pidfd)
-    };
-    if pid < 0 {
-        return Err((Step::Clone, std::io::Error::last_os_error().raw_os_error().unwrap_or(0)));
-    }
-    // SAFETY: the kernel made the descriptor for us and nobody else owns it.
-    let pidfd = unsafe { OwnedFd::from_raw_fd(pidfd) };
-    match prepared.failed {
-        None => Ok(Running { pid, pidfd }),
-        Some(failed) => {
-            // SAFETY: plain system call; the child has exited, this only takes its status.
-            unsafe { libc::waitpid(pid, std::ptr::null_mut(), 0) };
-            Err(failed)
-        }
-    }
+    // SAFETY: the child is `child`, which follows the rules of one.
+    unsafe { stack.start(child, &mut prepared, |prepared| prepared.failed, |errno| (Step::Clone, errno)) }
 }
 
 extern "C" fn child(arg: *mut c_void) -> c_int {

@@ -15,10 +15,11 @@ use rustix::event::{PollFd, PollFlags};
 use rustix::mount::UnmountFlags;
 use volley_jobspecs::wire;
 
-use super::child::{self, HIGH, Plan, Running, Stack};
+use super::child::{self, HIGH, Plan};
 use super::proto::{Exited, Order, PACKET_BYTES_MAX, Reply, Start, Step, What};
 use super::{Hello, USERS_FIRST, USERS_MAX, view};
 use crate::spawner::packet;
+use crate::spawner::stack::{Running, Stack};
 use crate::spawner::zygote::{self, Children};
 use crate::vmm::kvm;
 
@@ -221,11 +222,12 @@ impl Init {
         match packet::receive(vmm.socket.as_fd(), buffer) {
             Ok((len, fds)) if len > 0 => {
                 let order = buffer.get(..len).and_then(|bytes| minicbor::decode::<Order>(bytes).ok());
-                let attached = match (order, fds.into_iter().next()) {
-                    (Some(Order::Attach { name, dir }), Some(mount)) => attach(vmm, name, dir, &mount),
+                let done = match (order, fds.first()) {
+                    (Some(Order::Attach { name, dir }), Some(mount)) => attach(vmm, name, dir, mount),
+                    (Some(Order::Enter), _) => enter(vmm, &fds),
                     _ => Err("a request that makes no sense".to_owned()),
                 };
-                say(&vmm.socket, &Reply::Attached(attached.err()));
+                say(&vmm.socket, &Reply::Done(done.err()));
             }
             Err(e) if matches!(e.kind(), io::ErrorKind::Interrupted | io::ErrorKind::WouldBlock) => {}
             _gone => {
@@ -299,6 +301,14 @@ fn attach(vmm: &mut Vmm, name: String, dir: bool, mount: &OwnedFd) -> Result<(),
     let flags = rustix::mount::MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH;
     rustix::mount::move_mount(mount, "", &own, &name, flags).map_err(at("mounting"))?;
     vmm.attached.push(name);
+    Ok(())
+}
+
+/// Moves it, with all its threads. Here, because its number is nobody else's as long as its status was not taken.
+fn enter(vmm: &Vmm, cgroups: &[OwnedFd]) -> Result<(), String> {
+    for cgroup in cgroups {
+        rustix::io::write(cgroup, vmm.running.pid.to_string().as_bytes()).map_err(|e| io::Error::from(e).to_string())?;
+    }
     Ok(())
 }
 

@@ -53,6 +53,9 @@ pub enum Order {
         #[n(1)]
         dir: bool,
     },
+    /// Move the process into the cgroups whose `cgroup.procs` files come along, opened for writing.
+    #[n(1)]
+    Enter,
 }
 
 /// From the spawner: the first on its own socket, then what belongs to a process on that process's.
@@ -88,9 +91,9 @@ pub enum Reply {
         #[n(1)]
         errno: i32,
     },
-    /// The mount is there, or why not.
+    /// What was ordered is done, or why not.
     #[n(4)]
-    Attached(#[n(0)] Option<String>),
+    Done(#[n(0)] Option<String>),
     /// The process is gone, with everything of its user's, and its directory.
     #[n(5)]
     Exited(#[n(0)] Exited),

@@ -1,0 +1,117 @@
+//! Starting a child that borrows its parent's memory until it execs, so that nothing is copied however large the parent is.
+//!
+//! In two ways: the parent sleeps until then, as after a vfork, or goes on and waits once for the end. Going to sleep twice for each command,
+//! first until it execs and then until it ends, costs as much as all that is done for it.
+//!
+//! Owns the clone and the memory that the child runs on. Does not own what the child does (`child`, and that of `vmm/spawner`).
+
+use std::cell::UnsafeCell;
+use std::ffi::{c_int, c_void};
+use std::mem::ManuallyDrop;
+use std::os::fd::{FromRawFd, OwnedFd};
+
+/// Stack of a child until it execs, in bytes; its frames are a few hundred.
+const STACK_BYTES: usize = 64 * 1024;
+
+/// A process that runs.
+pub struct Running {
+    /// Its process id, in the starter's namespace; also its session and process group.
+    pub pid: libc::pid_t,
+    /// Becomes readable when it ends.
+    pub pidfd: OwnedFd,
+}
+
+/// Memory that children run on, kept from one start to the next.
+pub struct Stack(Vec<UnsafeCell<u128>>);
+
+impl Stack {
+    /// Takes the memory.
+    pub fn new() -> Self {
+        Self(std::iter::repeat_with(|| UnsafeCell::new(0)).take(STACK_BYTES / size_of::<u128>()).collect())
+    }
+
+    /// Where a child begins: stacks grow downwards.
+    fn top(&self) -> *mut c_void {
+        self.0.as_ptr_range().end.cast_mut().cast()
+    }
+
+    /// Runs `child` with `plan` in a new process. This one sleeps until that execs or exits.
+    /// `failed` is what the child left in the plan when it did not exec, `not_cloned` what the system's error number means.
+    ///
+    /// # Errors
+    /// What `failed` or `not_cloned` says.
+    ///
+    /// # Safety
+    /// `child` takes a pointer to a `T`, and does what may be done in memory that belongs to a process that sleeps: it allocates nothing,
+    /// takes no lock, returns into no frame of its parent, and ends with an exec or `_exit`.
+    pub unsafe fn start<T, F>(
+        &mut self,
+        child: extern "C" fn(*mut c_void) -> c_int,
+        plan: &mut T,
+        failed: impl FnOnce(&mut T) -> Option<F>,
+        not_cloned: impl FnOnce(i32) -> F,
+    ) -> Result<Running, F> {
+        let mut pidfd: c_int = -1;
+        let flags = libc::CLONE_VM | libc::CLONE_VFORK | libc::CLONE_PIDFD | libc::SIGCHLD;
+        // SAFETY: stack and plan outlive the child's use of them because VFORK suspends us until it execs or exits; for the child the caller
+        // has answered.
+        let pid = unsafe { libc::clone(child, self.top(), flags, (&raw mut *plan).cast(), &raw mut pidfd) };
+        if pid < 0 {
+            return Err(not_cloned(last_errno()));
+        }
+        // SAFETY: the kernel made the descriptor for us and nobody else owns it.
+        let pidfd = unsafe { OwnedFd::from_raw_fd(pidfd) };
+        match failed(plan) {
+            None => Ok(Running { pid, pidfd }),
+            Some(why) => {
+                // SAFETY: plain system call; the child has exited, this only takes its status.
+                unsafe { libc::waitpid(pid, std::ptr::null_mut(), 0) };
+                Err(why)
+            }
+        }
+    }
+}
+
+fn last_errno() -> i32 {
+    std::io::Error::last_os_error().raw_os_error().unwrap_or(0)
+}
+
+/// A child that began beside its parent, which did not sleep.
+pub struct Beside<T> {
+    /// Its process id; also its session and process group, once it has made them.
+    pub pid: libc::pid_t,
+    /// What it has of ours. Never freed while it may use that, and when this is dropped nobody knows.
+    shared: ManuallyDrop<Box<Shared<T>>>,
+}
+
+struct Shared<T> {
+    stack: Stack,
+    plan: UnsafeCell<T>,
+}
+
+impl<T> Beside<T> {
+    /// Runs `child` with `plan` in a new process.
+    ///
+    /// # Errors
+    /// The system's error number.
+    ///
+    /// # Safety
+    /// As for [`Stack::start`]; and what `child` calls must not mind that its parent runs.
+    pub unsafe fn start(stack: Stack, child: extern "C" fn(*mut c_void) -> c_int, plan: T) -> Result<Self, i32> {
+        let shared = ManuallyDrop::new(Box::new(Shared { stack, plan: UnsafeCell::new(plan) }));
+        // SAFETY: stack and plan are the child's alone until `end`; for the child the caller has answered.
+        let pid = unsafe { libc::clone(child, shared.stack.top(), libc::CLONE_VM | libc::SIGCHLD, shared.plan.get().cast()) };
+        if pid < 0 {
+            let errno = last_errno();
+            drop(ManuallyDrop::into_inner(shared));
+            return Err(errno);
+        }
+        Ok(Self { pid, shared })
+    }
+
+    /// Takes back what it had. Only for a child whose end was waited for.
+    pub fn end(self) -> (Stack, T) {
+        let Shared { stack, plan } = *ManuallyDrop::into_inner(self.shared);
+        (stack, plan.into_inner())
+    }
+}

@@ -1,0 +1,135 @@
+//! Where machines are on their host: a cgroup for each slot, with limits that hold whatever becomes of them.
+
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use volley_jobspecs::failure::FailureClass;
+use volley_jobspecs::wire::report::Ending;
+use volley_worker::Config;
+
+use crate::support::text;
+use crate::{begin, children, failed, message, spawner, world};
+
+/// The cgroups of the worker whose directory this is, in each hierarchy. None where it could make none.
+pub fn groups_of(dir: &Path) -> Vec<PathBuf> {
+    let hash = blake3::hash(dir.canonicalize().unwrap().as_os_str().as_encoded_bytes()).to_hex();
+    let (name, mut found, mut stack) = (format!("volley-{}", &hash[..12]), Vec::new(), vec![PathBuf::from("/sys/fs/cgroup")]);
+    while let Some(dir) = stack.pop() {
+        for entry in std::fs::read_dir(dir).into_iter().flatten().flatten() {
+            if entry.file_type().is_ok_and(|kind| kind.is_dir()) {
+                if entry.file_name() == name.as_str() {
+                    found.push(entry.path());
+                }
+                stack.push(entry.path());
+            }
+        }
+    }
+    found
+}
+
+/// Is a process in this one of a worker's cgroups, in all hierarchies in which the worker has any?
+fn is_in(pid: u32, groups: &[PathBuf], name: &str) -> bool {
+    groups.iter().all(|group| pids(&group.join(name)).contains(&pid))
+}
+
+fn pids(group: &Path) -> Vec<u32> {
+    let text = std::fs::read_to_string(group.join("cgroup.procs")).unwrap_or_default();
+    text.lines().filter_map(|line| line.parse().ok()).collect()
+}
+
+/// The memory limit of a cgroup: its file, and what is in use.
+fn memory(groups: &[PathBuf], name: &str) -> (PathBuf, u64) {
+    let number = |path: PathBuf| std::fs::read_to_string(path).ok()?.trim().parse::<u64>().ok();
+    let found = groups.iter().map(|group| group.join(name)).find_map(|group| {
+        let v1 = number(group.join("memory.usage_in_bytes")).map(|used| (group.join("memory.limit_in_bytes"), used));
+        v1.or_else(|| number(group.join("memory.current")).map(|used| (group.join("memory.max"), used)))
+    });
+    found.unwrap()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_machine_is_in_its_slots_cgroup_and_nothing_is_left_there() {
+    let Some(spawner) = spawner() else { return };
+    let (ours, mut dir) = (spawner.clone(), PathBuf::new());
+    let started = world(|config: &mut Config| {
+        config.machines.spawner = Some(ours);
+        config.machines.standby_of_one_max = Some(1);
+        config.cgroups = true;
+        dir = config.dir.clone();
+    });
+    let Some((mut w, image)) = started.await else { return };
+    let groups = groups_of(&dir);
+    if groups.is_empty() {
+        w.finish().await;
+        return eprintln!("skipped: no writable cgroups");
+    }
+    let task = |rest: &str| {
+        let resources = r#""resources":{"memory":"64MiB","cpus":"500m"}"#;
+        format!(r#"{{"isolation":"microvm","image":"{image}",{resources},"timeouts":{{"start":"80s"}},{rest}}}"#)
+    };
+    // The first is restored for its task, the second waited: both are where they should be while they run.
+    for round in 0..2 {
+        let job = begin(&mut w, &task(r#""command":"sleep 4; echo done""#)).await;
+        w.until("one that waits", |_| children(spawner.pid()).len() == 2).await;
+        let all = children(spawner.pid());
+        let (mine, waits): (Vec<u32>, Vec<u32>) = all.iter().partition(|pid| is_in(**pid, &groups, "machine-0"));
+        assert_eq!((mine.len(), waits.len()), (1, 1), "round {round}: {all:?}");
+        assert!(is_in(waits[0], &groups, "machines"), "round {round}");
+        // A machine of 192 MiB, 40 MiB for its VMM, 128 MiB for what is translated where it is emulated.
+        let limit: u64 = std::fs::read_to_string(memory(&groups, "machine-0").0).unwrap().trim().parse().unwrap();
+        assert!([232 << 20, 360 << 20].contains(&limit), "{limit}");
+        let quota = groups.iter().find_map(|group| {
+            let v1 = std::fs::read_to_string(group.join("machine-0/cpu.cfs_quota_us")).ok();
+            v1.or_else(|| std::fs::read_to_string(group.join("machine-0/cpu.max")).ok())
+        });
+        assert!(quota.as_deref().is_some_and(|quota| quota.starts_with("50000")), "{quota:?}");
+        let end = w.end_of(job).await;
+        assert_eq!((end.ending, text(&end.stdout).as_str()), (Ending::Succeeded, "done\n"), "{end:?}");
+        assert!(groups.iter().all(|group| pids(&group.join("machine-0")).is_empty()), "round {round}");
+    }
+    // What a VMM left, whoever it runs as, is killed with the machine, and the next one gets a fresh cgroup.
+    let job = begin(&mut w, &task(r#""command":"sleep 2""#)).await;
+    let mut stray = std::process::Command::new("sleep").arg("600").spawn().unwrap();
+    for group in &groups {
+        std::fs::write(group.join("machine-0/cgroup.procs"), stray.id().to_string()).unwrap();
+    }
+    assert_eq!(w.end_of(job).await.ending, Ending::Succeeded);
+    assert!(!stray.wait().unwrap().success(), "it was killed");
+    let end = w.run_one(&task(r#""command":"echo fine""#)).await;
+    assert_eq!((end.ending, text(&end.stdout).as_str()), (Ending::Succeeded, "fine\n"), "{end:?}");
+    let begun = Instant::now();
+    while groups.iter().any(|group| group.join("machine-0").exists()) {
+        assert!(begun.elapsed() < Duration::from_secs(20), "the old one stays");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    w.finish().await;
+    assert!(groups.iter().all(|group| !group.exists()), "none is left");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_machine_that_outgrows_its_host_share_is_ended_and_the_result_says_so() {
+    let mut dir = PathBuf::new();
+    let started = world(|config: &mut Config| {
+        config.machines.standby_bytes_max = 0;
+        config.cgroups = true;
+        dir = config.dir.clone();
+    });
+    let Some((mut w, image)) = started.await else { return };
+    let groups = groups_of(&dir);
+    if groups.is_empty() {
+        w.finish().await;
+        return eprintln!("skipped: no writable cgroups");
+    }
+    let resources = r#""resources":{"memory":"256MiB"},"timeouts":{"start":"80s","run":"60s"}"#;
+    let task = |command: &str| format!(r#"{{"isolation":"microvm","image":"{image}",{resources},"command":"{command}"}}"#);
+    // A guest may use all of its memory, and its whole disk, without that.
+    let end = w.run_one(&task("dd if=/dev/zero of=/dev/null bs=230M count=1 && dd if=/dev/zero of=big bs=1M count=600 && echo all")).await;
+    assert_eq!((end.ending, text(&end.stdout).as_str()), (Ending::Succeeded, "all\n"), "{end:?}");
+    let job = begin(&mut w, &task("sleep 3; dd if=/dev/zero of=/dev/null bs=200M count=1; sleep 60")).await;
+    let (file, used) = memory(&groups, "machine-0");
+    std::fs::write(file, (used + (24 << 20)).to_string()).unwrap();
+    let end = w.end_of(job).await;
+    assert_eq!(end.ending, failed(FailureClass::GuestLost), "{end:?}");
+    assert!(message(&end).contains("the host's kernel ended the machine, which took more than the "), "{end:?}");
+    w.finish().await;
+}

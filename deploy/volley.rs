@@ -83,11 +83,7 @@ fn serve(command: ServeCommand, out: Out) -> ExitCode {
         let done = match command {
             ServeCommand::Up(args) => up::up(args, spawners, telemetry.observer()).await,
             ServeCommand::Coordinator(args) => serve::coordinator(args, telemetry.observer()).await,
-            ServeCommand::Worker(args) => {
-                // Not on this thread, which is none of the runtime's: each message would wake one thread from another.
-                let worker = tokio::spawn(serve::worker(args, spawners, telemetry.observer()));
-                worker.await.unwrap_or_else(|error| Err(Failed::new(Exit::Internal, format!("the worker broke off: {error}"))))
-            }
+            ServeCommand::Worker(args) => serve::worker(args, spawners, telemetry.observer()).await,
             ServeCommand::Log(args) => log::log(args).await,
             ServeCommand::Image(args) => image::image(args, out).await,
             ServeCommand::Template(args) => template::template(args, out).await,

@@ -49,8 +49,8 @@ pub enum MachinesError {
     Vmm(#[from] VmmError),
     /// A VMM that a guest took over could reach what it must not.
     #[error(
-        "machines can't be shut off from the host here, what is missing: {missing}; run the worker as root, in a container with CAP_SYS_ADMIN, \
-         or, for development only, with --allow-unconfined-machines"
+        "machines can't be shut off from the host here, what is missing: {missing}; run the worker as root (in a container: with CAP_SYS_ADMIN), \
+         or leave `microvm` out of its isolation; --allow-unconfined-machines permits it, for development only"
     )]
     Unconfined {
         /// What could not be shut off.

@@ -5,6 +5,7 @@
 
 #[expect(dead_code, reason = "shared with tests of leases")]
 mod nats;
+mod s3;
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -24,7 +25,7 @@ use volley_jobspecs::wire::record::Record;
 use volley_jobspecs::wire::report::{AttemptEnd, Ending};
 use volley_jobspecs::wire::work::{Beat, BeatAnswer, Bundle, JobForWorker, Order, Try, WorkAnswer, WorkMessage};
 use volley_jobspecs::{keys, plan, subjects, wire};
-use volley_store::embedded::{EmbeddedConfig, EmbeddedServer};
+use volley_store::embedded::EmbeddedServer;
 use volley_store::{Store, StoreConfig};
 use volley_worker::ports::{ObjectName, Objects};
 use volley_worker::{Config, NatsBus, S3Objects};
@@ -36,19 +37,9 @@ fn sha256(bytes: &[u8]) -> String {
 }
 
 async fn bucket(dir: &Path) -> (EmbeddedServer, S3Objects) {
-    let server = EmbeddedServer::start(EmbeddedConfig {
-        root: dir.to_owned(),
-        bind: "127.0.0.1:0".parse().unwrap(),
-        access_key: "key".into(),
-        secret_key: "secret".into(),
-        reserve_bytes: 0,
-    })
-    .await
-    .unwrap();
-    let config = StoreConfig::new(&server.endpoint(), "volley-test", "key", "secret");
-    let store = Store::connect(&config).await.unwrap();
-    store.ensure_bucket().await.unwrap();
-    (server, S3Objects::new(&store, config, Duration::from_secs(5)))
+    let (server, store) = s3::start(dir).await;
+    let objects = S3Objects::new(&store, s3::config(&server.endpoint()), Duration::from_secs(5));
+    (server, objects)
 }
 
 /// Answers beats and questions about jobs.

@@ -173,12 +173,14 @@ async fn until_waits(machines: &Machines, waiting: u32) {
 /// From a machine that waited, then with start and load.
 pub async fn overhead(spawner: &MachineSpawner) {
     let dir = tempfile::tempdir().unwrap();
-    // Beside each other in one run: what cgroups cost is the difference.
     let cgroups = Cgroups::open(&format!("volley-bench-{}", std::process::id())).map(Arc::new);
     let cgroups = cgroups.map_err(|why| eprintln!("without cgroups: {why}")).ok();
-    for waiting in [1, 0] {
-        let dir = dir.path().join(waiting.to_string());
-        let Some((machines, image)) = machines(spawner, &dir, waiting, cgroups.as_ref()).await else { return };
+    // The script's machines are in no cgroup: with and without them, so that it is seen what they cost. On a busy host a cgroup's processes
+    // share the time that one process beside it has.
+    for (waiting, cgroups) in [(1, None), (1, cgroups.as_ref()), (0, None), (0, cgroups.as_ref())] {
+        let grouped = if cgroups.is_some() { ", in cgroups" } else { "" };
+        let dir = dir.path().join(format!("{waiting}{}", grouped.len()));
+        let Some((machines, image)) = machines(spawner, &dir, waiting, cgroups).await else { return };
         let mut dirs = Dirs::new(dir.join("slot"), None);
         dirs.make().unwrap();
         let prepared = prepared(&image, &dirs);
@@ -199,7 +201,7 @@ pub async fn overhead(spawner: &MachineSpawner) {
             let vm = if waiting > 0 { Some(machines.vmm.restore(&template.snapshot, &[]).await.unwrap()) } else { None };
             by_script(&machines, &template, vm, &dirs, &mut bare).await;
         }
-        let how = if waiting > 0 { "standby" } else { "load" };
+        let how = format!("{}{grouped}", if waiting > 0 { "standby" } else { "load" });
         for step in ["ready", "command", "outputs", "end", "all"] {
             figure(&format!("task {how}: {step} ms"), ours.of(step), bare.of(step));
         }

@@ -126,27 +126,35 @@ impl MicrovmMachine {
     /// # Errors
     /// [`PersistError::Machine`], [`PersistError::Disk`].
     pub async fn collect(&mut self, prepared: &Prepared, dirs: &Dirs) -> Result<Option<String>, PersistError> {
-        let (Some(ready), Some(_)) = (&self.ready, &prepared.inside) else { return Ok(None) };
-        let how = Unpack { owner: dirs.owner(), mode_mask: MODE_MASK, limits: limits(ready.scratch_bytes) };
+        let (Some(Ready { guest, vm, scratch_bytes, .. }), Some(_)) = (&mut self.ready, &prepared.inside) else { return Ok(None) };
+        let how = Unpack { owner: dirs.owner(), mode_mask: MODE_MASK, limits: limits(*scratch_bytes) };
         let local = |source| PersistError::Read { path: dirs.out(), source };
-        let out = get_all(&ready.guest, crate::beneath::root(&dirs.out()).map_err(local)?, how);
-        let fetched = if prepared.task.outputs.is_empty() {
-            out.await.map(|files| left_out(&[files]))
-        } else {
-            // What is there are the inputs, as they were.
-            dirs.empty_work().map_err(local)?;
-            let work = get_named(&ready.guest, crate::beneath::root(&dirs.work()).map_err(local)?, &prepared.task.outputs, how);
-            futures::try_join!(out, work).map(|(out, work)| left_out(&[out, work]))
+        let out = get_all(guest, crate::beneath::root(&dirs.out()).map_err(local)?, how);
+        let work = match prepared.task.outputs.as_slice() {
+            [] => None,
+            names => {
+                // What is there are the inputs, as they were.
+                dirs.empty_work().map_err(local)?;
+                Some(get_named(guest, crate::beneath::root(&dirs.work()).map_err(local)?, names, how))
+            }
         };
-        // Behind the outputs: what was read until now and was still in the guest's memory is right. A VMM that is gone was told of elsewhere.
-        let failed = match &mut self.ready {
-            Some(ready) => ready.vm.failed_disk_operations().await.unwrap_or(0),
-            None => 0,
+        let fetch = async {
+            match work {
+                None => out.await.map(|files| vec![files]),
+                Some(work) => futures::try_join!(out, work).map(|(out, work)| vec![out, work]),
+            }
         };
-        match fetched {
-            _ if failed > 0 => Err(PersistError::Disk { count: failed }),
-            Ok(left_out) => Ok(left_out),
-            Err(why) => Err(self.not_collected(why).await),
+        // A VMM that is gone is told of elsewhere.
+        let (fetched, failed) = tokio::join!(fetch, vm.failed_disk_operations());
+        let failed = match &fetched {
+            // Behind them: what was read until then and was still in the guest's memory is right.
+            Ok(all) if all.iter().any(|files| files.bytes > 0) => vm.failed_disk_operations().await,
+            Ok(_) | Err(_) => failed,
+        };
+        match (failed, fetched) {
+            (Ok(count @ 1..), _) => Err(PersistError::Disk { count }),
+            (_, Ok(all)) => Ok(left_out(&all)),
+            (_, Err(why)) => Err(self.not_collected(why).await),
         }
     }
 

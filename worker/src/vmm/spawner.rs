@@ -458,8 +458,6 @@ impl Process {
 
 #[cfg(test)]
 mod tests {
-    #![expect(clippy::unwrap_used, reason = "a failed step of a test ends the test")]
-
     use super::*;
 
     /// What the two processes say has no order.

@@ -9,8 +9,8 @@ use std::time::Duration;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use volley_jobspecs::ids::TenantId;
-use volley_store::embedded::{EmbeddedConfig, EmbeddedServer};
-use volley_store::{Retry, Store, StoreConfig};
+use volley_store::embedded::EmbeddedServer;
+use volley_store::{Retry, Store};
 use volley_worker::image::oci::Digest;
 use volley_worker::template::depot::{Depot, Source};
 use volley_worker::template::keys::Keys;
@@ -18,6 +18,8 @@ use volley_worker::template::manifest::Built;
 use volley_worker::template::{Owner, Recipe};
 use volley_worker::vmm::files::{self, Frozen};
 use volley_worker::vmm::{Accelerator, Identity, Kind, Size, Version};
+
+use crate::s3;
 
 /// What the proxy does.
 #[derive(Default)]
@@ -44,16 +46,7 @@ pub fn keys(byte: &str) -> Keys {
 
 impl Bucket {
     pub async fn start(dir: &Path) -> Self {
-        let server = EmbeddedServer::start(EmbeddedConfig {
-            root: dir.to_owned(),
-            bind: "127.0.0.1:0".parse().unwrap(),
-            access_key: "key".into(),
-            secret_key: "secret".into(),
-            reserve_bytes: 0,
-        });
-        let server = server.await.unwrap();
-        let store = connect(&server.endpoint()).await;
-        store.ensure_bucket().await.unwrap();
+        let (server, store) = s3::start(dir).await;
         let proxy = Arc::new(Proxy { away_after: AtomicUsize::new(usize::MAX), ..Proxy::default() });
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let port = listener.local_addr().unwrap().port();
@@ -86,11 +79,7 @@ impl Bucket {
 
 pub async fn depot(endpoint: &str) -> Depot {
     let retry = Retry { budget: Duration::from_secs(2), attempt_timeout: Duration::from_secs(5), ..Retry::default() };
-    Depot::new(&connect(endpoint).await, keys("a1"), "templates/").with_retry(retry)
-}
-
-async fn connect(endpoint: &str) -> Store {
-    Store::connect(&StoreConfig::new(endpoint, "volley-test", "key", "secret")).await.unwrap()
+    Depot::new(&s3::connect(endpoint).await, keys("a1"), "templates/").with_retry(retry)
 }
 
 async fn pass(client: TcpStream, server: TcpStream, proxy: Arc<Proxy>) {

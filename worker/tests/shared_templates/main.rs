@@ -16,6 +16,8 @@ mod leases;
 mod measured;
 #[path = "../nats/mod.rs"]
 mod nats;
+#[path = "../s3/mod.rs"]
+mod s3;
 #[expect(dead_code, reason = "shared with tests of other tiers")]
 #[path = "../support/mod.rs"]
 mod support;

@@ -64,7 +64,7 @@ pub fn cases() -> Vec<Case> {
         shell("cancelled", "echo begun; exec sleep 60").stopped_after_ms(300).failed(FailureClass::Cancelled, Some(15)).out("begun\n"),
         shell("cancelled, TERM ignored", "trap '' TERM; echo begun; while :; do sleep 1; done")
             .with(json!({ "timeouts": { "grace": "500ms" } }))
-            .stopped_after_ms(500)
+            .stopped_after_ms(1_500)
             .failed(FailureClass::Cancelled, Some(9))
             .out("begun\n"),
         shell("a background child is killed and counted", "sleep 300 & exit 0").ok().says("1 process was still running at its end and was killed"),

@@ -161,7 +161,7 @@ fn end_all(state: &mut State, sequence: u64, worker: &WorkerId, begun: bool, fx:
         for index in bundle.indices() {
             let Some(name) = open_name(state, bundle.job, index, *id) else { continue };
             let message = format!("worker {worker} was lost or restarted while it held this task");
-            _ = ended(state, sequence, worker, &host_lost(name, message), first, fx);
+            _ = ended(state, sequence, worker, &host_lost(state, name, message), first, fx);
             first = false;
         }
     }
@@ -175,7 +175,7 @@ pub fn attempts_lost(state: &mut State, sequence: u64, names: &[AttemptName], fx
             continue;
         };
         let message = format!("worker {worker} received this task but neither holds nor reported it");
-        _ = ended(state, sequence, &worker, &host_lost(*name, message), true, fx);
+        _ = ended(state, sequence, &worker, &host_lost(state, *name, message), true, fx);
     }
 }
 
@@ -186,8 +186,11 @@ pub fn open_name(state: &State, job: JobId, index: u32, bundle: BundleId) -> Opt
     Some(AttemptName { job, stage: 0, index, number: u32::from(open.number), sequence: bundle.sequence })
 }
 
-fn host_lost(name: AttemptName, message: String) -> AttemptEnd {
-    AttemptEnd { message: Some(message), ..AttemptEnd::bare(name, Ending::Failed(FailureClass::HostLost), Isolation::Process) }
+/// Nobody knows how it ran; it was to run as its job says.
+fn host_lost(state: &State, name: AttemptName, message: String) -> AttemptEnd {
+    let asked = state.jobs.get(&name.job).map(|job| job.facts.plan.needs.isolation);
+    let isolation = asked.filter(|_| state.head.level >= LEVEL_BEGUN).unwrap_or(Isolation::Process);
+    AttemptEnd { message: Some(message), ..AttemptEnd::bare(name, Ending::Failed(FailureClass::HostLost), isolation) }
 }
 
 #[cfg(test)]

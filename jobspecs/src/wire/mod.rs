@@ -10,7 +10,7 @@
 //! | 2 | `Checkpointed`, `UploadGone`, `Uploaded`, and the uploads a submit names |
 //! | 3 | a job notes which record opened its round; a queue deadline says what was waited for; items and stored specs are named for one job; `UploadFound`; a removed job is not rerun |
 //! | 4 | a token says when it was made; `RemoveTenant`; an attempt that is handed back is no try |
-//! | 5 | an attempt that ends without having begun is no try, however it ends; nothing that a worker leaves behind of its own will had begun |
+//! | 5 | an attempt that ends without having begun is no try, however it ends; nothing that a worker leaves behind of its own will had begun; an attempt that is lost has the isolation its job asks for |
 
 pub mod guest;
 pub mod live;

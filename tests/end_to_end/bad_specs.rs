@@ -32,5 +32,12 @@ fn what_is_refused_creates_nothing() {
     std::fs::File::create(&spec).and_then(|file| file.set_len(20 << 20)).unwrap();
     let refused = cluster.volley(&["submit", &spec.display().to_string()]).exits(2).stderr;
     assert!(refused.contains("found 20 MiB; put the items in a file") && refused.contains("at most 4.0 MiB"), "{refused}");
+    // Of a file's items the server knows what they have once it has read them.
+    let (people, spec) = (cluster.path("people.csv").display().to_string(), cluster.path("people.json").display().to_string());
+    std::fs::write(&people, "name,age\nanna,7\n").unwrap();
+    let job = json!({"version": "volley/v1", "name": "people", "task": {"isolation": "process", "command": ["echo", "${item.nmae}"]}});
+    std::fs::write(&spec, job.to_string()).unwrap();
+    let refused = cluster.volley(&["submit", &spec, "--items", &people]).exits(2).stderr;
+    assert!(refused.contains("task 0") && refused.contains("nmae"), "{refused}");
     assert_eq!(cluster.ask(&["jobs"])["rows"], json!([]));
 }

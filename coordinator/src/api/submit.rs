@@ -136,6 +136,7 @@ async fn record(app: &App, caller: &Caller, job: &ValidJob, key: Option<String>,
         Some(file) => {
             let (from, at, counted) = count(app, caller, file).await?;
             let (tasks, pages) = (counted.index.count, name(&counted.index.hash()));
+            fits(job, &counted)?;
             file_items::keep(&from, &at, file, counted, &app.store, &pages).await.map_err(|e| refuse_items(file, &e))?;
             (Some(tasks), Some(pages))
         }
@@ -158,6 +159,23 @@ async fn record(app: &App, caller: &Caller, job: &ValidJob, key: Option<String>,
             Err(ApiError::unavailable("the submit was answered with something else; ask again with the same key"))
         }
     }
+}
+
+/// Do the items have what the spec asks of them? The first and the last stand for all: a name that is misspelt is so in every task.
+fn fits(job: &ValidJob, counted: &Counted) -> Result<(), ApiError> {
+    for index in [0, counted.index.count.saturating_sub(1)] {
+        if let Some(item) = item_of(counted, index) {
+            resolved(job, &item, index)?;
+        }
+    }
+    Ok(())
+}
+
+/// A task with its item's values.
+fn resolved(job: &ValidJob, item: &Value, index: u32) -> Result<ResolvedTask, ApiError> {
+    // The job has no id yet; what a worker will put in is shown as its name.
+    let resolved = job.resolve(item, index, "${job.id}", 1);
+    resolved.map_err(|error| ApiError::bad_spec("$.task", format!("task {index}: {error}")))
 }
 
 /// What keeps a job from running as things are now. It is taken all the same: workers may come.
@@ -324,10 +342,7 @@ async fn dry_run(app: &App, caller: &Caller, job: &ValidJob, show: u32) -> Resul
             Some(counted) => item_of(counted, index),
         };
         let item = item.ok_or_else(|| ApiError::bad_spec("$.items", format!("task {index} has no item")))?;
-        // The job has no id yet; what a worker will put in is shown as its name.
-        let resolved = job.resolve(&item, index, "${job.id}", 1);
-        let resolved = resolved.map_err(|error| ApiError::bad_spec("$.task", format!("task {index}: {error}")))?;
-        Ok(task_json(index, &item, &resolved))
+        Ok(task_json(index, &item, &resolved(job, &item, index)?))
     };
     // Of a large file not every page is kept; those tasks that are at hand are shown.
     let (near, far) = match &counted {

@@ -36,7 +36,7 @@ struct Shown {
 
 /// Carries it out.
 pub async fn image(args: ImageArgs, out: Out) -> Ended {
-    let dir = dir(args.images)?;
+    let dir = dir(args.images, args.dir)?;
     std::fs::create_dir_all(&dir).map_err(|e| Failed::local("make (another one is chosen with --images)", &dir, &e))?;
     let _alone = lock(&dir)?;
     let store = Store::open(&dir).map_err(|e| Failed::local("open", &dir, &e))?;
@@ -44,6 +44,7 @@ pub async fn image(args: ImageArgs, out: Out) -> Ended {
         ImageVerb::Import { image, name, plain_http } => {
             let name = name.map(|name| Reference::parse(&name).map(|_| name).map_err(Failed::arguments)).transpose()?;
             let note = image::import(&store, source(&image, plain_http)?, name, Limits::default()).await.map_err(of_import)?;
+            eprintln!("imported into {}, for workers whose images lie there", dir.display());
             show(&[shown(&store, &dir, &note)?], out)
         }
         ImageVerb::Ls => {
@@ -60,9 +61,9 @@ pub async fn image(args: ImageArgs, out: Out) -> Ended {
     }
 }
 
-/// The named directory, or that of the `volley up` of this host.
-fn dir(named: Option<PathBuf>) -> Result<PathBuf, Failed> {
-    let found = named.or_else(|| Some(default_dir()?.join("worker").join("images")));
+/// The named directory, or that of a `volley up`.
+fn dir(named: Option<PathBuf>, up: Option<PathBuf>) -> Result<PathBuf, Failed> {
+    let found = named.or_else(|| Some(up.or_else(default_dir)?.join("worker").join("images")));
     found.ok_or_else(|| Failed::new(Exit::NotConfigured, "no home directory; say where images lie with --images"))
 }
 
@@ -119,6 +120,12 @@ fn show(rows: &[Shown], out: Out) -> Ended {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn images_are_looked_for_where_they_are_said_to_be_or_where_up_keeps_its_cluster() {
+        assert_eq!(dir(Some("/images".into()), None), Ok("/images".into()));
+        assert_eq!(dir(None, Some("/up".into())), Ok("/up/worker/images".into()));
+    }
 
     #[test]
     fn images_are_named_by_where_they_are() {

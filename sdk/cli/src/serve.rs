@@ -245,9 +245,12 @@ pub struct MachineArgs {
 /// `volley image`.
 #[derive(Debug, Clone, Args)]
 pub struct ImageArgs {
-    /// Where images lie: the worker's `--images`. Default: those of the `volley up` of this host.
+    /// Where images lie: the worker's `--images`. Default: those of `volley up` in its usual directory.
     #[arg(long, env = "VOLLEY_IMAGES", value_name = "DIR", global = true)]
     pub images: Option<PathBuf>,
+    /// Those of the `volley up` that keeps its cluster here. It does so in ~/.local/share/volley, as root in /var/lib/volley.
+    #[arg(long, env = "VOLLEY_DIR", value_name = "DIR", global = true, conflicts_with = "images")]
+    pub dir: Option<PathBuf>,
     /// What to do.
     #[command(subcommand)]
     pub verb: ImageVerb,

@@ -78,7 +78,9 @@ impl Scheduler {
             match row.end.ending {
                 Ending::Failed(class) => {
                     self.avoid.insert(task, row.worker.clone());
-                    self.conduct.entry(row.worker.clone()).or_default().add(Some(class));
+                    if row.end.blameless != Some(true) {
+                        self.conduct.entry(row.worker.clone()).or_default().add(Some(class));
+                    }
                 }
                 Ending::Succeeded => {
                     self.conduct.entry(row.worker.clone()).or_default().add(None);

@@ -121,6 +121,19 @@ impl RestoreError {
     }
 }
 
+impl RestoreError {
+    /// Does it say nothing of this worker? An image that is not here may be nowhere: one wrong name must not take the worker from others. Its
+    /// tasks are tried again all the same, elsewhere first.
+    #[must_use]
+    pub fn is_blameless(&self) -> bool {
+        matches!(
+            self,
+            Self::Root(RootError::Find(FindError::Missing { .. } | FindError::Several { .. }))
+                | Self::Template(TemplateError::Image(FindError::Missing { .. } | FindError::Several { .. }))
+        )
+    }
+}
+
 /// Makes `machine` ready.
 ///
 /// # Errors

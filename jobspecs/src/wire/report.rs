@@ -89,6 +89,10 @@ pub struct AttemptEnd {
     /// Output files, when there are any.
     #[n(10)]
     pub outputs: Option<Outputs>,
+    /// True: whatever its class says of others, it says nothing of the worker.
+    #[n(11)]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub blameless: Option<bool>,
 }
 
 impl AttemptEnd {
@@ -107,6 +111,7 @@ impl AttemptEnd {
             stdout: None,
             stderr: None,
             outputs: None,
+            blameless: None,
         }
     }
 }

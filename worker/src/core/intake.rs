@@ -97,6 +97,7 @@ impl Core {
                 stdout: None,
                 stderr: None,
                 outputs: None,
+                blameless: None,
             };
             self.take_end(now_ms, end, stages, Origin { bundle: id, place });
         }

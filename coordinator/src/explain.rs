@@ -12,7 +12,7 @@ use volley_jobspecs::api::{Explanation, WorkerExplanation};
 use volley_jobspecs::ids::{JobId, WorkerId};
 use volley_jobspecs::units;
 use volley_jobspecs::wire::plan::Needs;
-use volley_jobspecs::wire::work::{At, AtStage};
+use volley_jobspecs::wire::work::{At, AtStage, TemplateStage};
 
 use crate::api::views::{SILENT_AFTER_MS, instant};
 use crate::leader::HeardOf;
@@ -124,10 +124,15 @@ fn open(state: &State, job: &Job, index: u32, cell: Cell, heard: &Heard) -> Stri
         );
     };
     let since = instant(state.head.now_ms.saturating_sub(of_worker.silent_ms + at.for_ms));
-    let what = match at.stage {
-        AtStage::Preparing => "is being prepared: its inputs and its machine",
-        AtStage::Running => "runs",
-        AtStage::Keeping => "has run; its outputs and logs are being kept",
+    let what = match (at.stage, at.template) {
+        (AtStage::Preparing, Some(TemplateStage::Building)) => {
+            "is being prepared: its machine's template is being built there, once for all its tasks"
+        }
+        (AtStage::Preparing, Some(TemplateStage::Awaited)) => "is being prepared: its machine's template is being built by another worker",
+        (AtStage::Preparing, Some(TemplateStage::Fetching)) => "is being prepared: its machine's template is being fetched",
+        (AtStage::Preparing, None) => "is being prepared: its inputs and its machine",
+        (AtStage::Running, _) => "runs",
+        (AtStage::Keeping, _) => "has run; its outputs and logs are being kept",
     };
     format!("the task {what}, on worker {worker}, since {since}, in try {number}{silent}")
 }
@@ -427,7 +432,7 @@ mod tests {
         let unheard = said(0, &Heard::default());
         assert_eq!(unheard, "the task is with worker w since 1970-01-01T00:01:30Z, in try 1: it runs, or waits there for its turn");
         let name = AttemptName { job: JobId(1), stage: 0, index: 0, number: 1, sequence: 7 };
-        let at = vec![At { name, stage: AtStage::Running, for_ms: 3_000 }];
+        let at = vec![At { name, stage: AtStage::Running, for_ms: 3_000, template: None }];
         let of_worker = HeardOf { silent_ms: 2_000, draining: false, at };
         let heard = Heard { workers: s.workers.keys().map(|w| (w.clone(), of_worker.clone())).collect(), failed_on: None };
         assert_eq!(said(0, &heard), "the task runs, on worker w, since 1970-01-01T00:01:35Z, in try 1");

@@ -155,6 +155,23 @@ api_type! {
         /// Id of its trace, 32 hexadecimal digits; what is recorded of it is found under this id. None for jobs of older builds.
         #[serde(default)]
         pub trace_id: Option<String>,
+        /// What workers do for the templates of its machines. Known to the coordinator that leads.
+        #[serde(default)]
+        pub templates: Vec<TemplateView>,
+    }
+}
+
+api_type! {
+    /// What a worker does for the template of a job's machines, while tasks wait for it.
+    pub struct TemplateView {
+        /// The worker.
+        pub worker: String,
+        /// What it does: `building template`, `waiting for another worker to build the template`, `fetching template`.
+        pub step: String,
+        /// For how long, in milliseconds.
+        pub for_ms: u64,
+        /// How many tasks wait for it there.
+        pub tasks: u32,
     }
 }
 

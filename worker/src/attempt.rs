@@ -8,7 +8,7 @@ use volley_jobspecs::failure::FailureClass;
 use volley_jobspecs::ids::AttemptName;
 use volley_jobspecs::wire::plan::Isolation;
 use volley_jobspecs::wire::report::{AttemptEnd, Ending, MESSAGE_BYTES_MAX, Outputs, Stream, Timing, Usage};
-use volley_jobspecs::wire::work::{At, AtStage};
+use volley_jobspecs::wire::work::{At, AtStage, TemplateStage};
 
 use crate::trace::Stages;
 
@@ -52,6 +52,8 @@ pub enum Progress {
     },
     /// The command and all its processes are gone; outputs are being kept.
     Exited,
+    /// Its machine's template needs this first; or nothing more.
+    Template(Option<TemplateStage>),
 }
 
 /// How the work of an attempt came out, before deadlines and cancels have their say.
@@ -73,6 +75,8 @@ pub struct Outcome {
     pub stderr: Option<Stream>,
     /// Output files.
     pub outputs: Option<Outputs>,
+    /// Does it say nothing of this worker, whatever its class says of others?
+    pub blameless: bool,
     /// How long each stage took.
     pub stages: Stages,
 }
@@ -90,6 +94,7 @@ impl Outcome {
             stdout: None,
             stderr: None,
             outputs: None,
+            blameless: false,
             stages: Stages::default(),
         }
     }
@@ -128,6 +133,7 @@ pub struct Attempt {
     start_ms: u64,
     run_ms: u64,
     phase: Phase,
+    template: Option<TemplateStage>,
     stopping: Option<Stopping>,
 }
 
@@ -135,17 +141,22 @@ impl Attempt {
     /// Begins an attempt that waited `wait_ms` for its slot; `start_ms` and `run_ms` are its deadlines' lengths.
     #[must_use]
     pub fn begin(name: AttemptName, isolation: Isolation, wait_ms: u64, now_ms: u64, (start_ms, run_ms): (u64, u64)) -> Self {
-        Self { name, isolation, wait_ms, began_ms: now_ms, start_ms, run_ms, phase: Phase::Preparing, stopping: None }
+        Self { name, isolation, wait_ms, began_ms: now_ms, start_ms, run_ms, phase: Phase::Preparing, template: None, stopping: None }
     }
 
     /// Takes note of what the executor says. What comes out of order is ignored: phases only go forward.
     pub fn progress(&mut self, now_ms: u64, progress: Progress) {
+        self.template = match progress {
+            Progress::Template(stage) => stage,
+            Progress::Started { .. } | Progress::Exited => None,
+        };
         self.phase = match (self.phase, progress) {
             (Phase::Preparing, Progress::Started { grace_ms }) => Phase::Running { since_ms: now_ms, grace_ms },
             (Phase::Running { since_ms, .. }, Progress::Exited) => {
                 Phase::Persisting { since_ms: now_ms, ran_ms: now_ms.saturating_sub(since_ms) }
             }
-            (phase @ Phase::Preparing, Progress::Exited)
+            (phase, Progress::Template(_))
+            | (phase @ Phase::Preparing, Progress::Exited)
             | (phase @ Phase::Running { .. }, Progress::Started { .. })
             | (phase @ Phase::Persisting { .. }, _) => phase,
         };
@@ -159,7 +170,7 @@ impl Attempt {
             Phase::Running { since_ms, .. } => (AtStage::Running, since_ms),
             Phase::Persisting { since_ms, .. } => (AtStage::Keeping, since_ms),
         };
-        At { name: self.name, stage, for_ms: now_ms.saturating_sub(since_ms) }
+        At { name: self.name, stage, for_ms: now_ms.saturating_sub(since_ms), template: self.template }
     }
 
     /// Stops the attempt. Returns what to do now; `None` when it is being stopped already and no harder.
@@ -265,6 +276,7 @@ impl Attempt {
             stdout: outcome.stdout,
             stderr: outcome.stderr,
             outputs: outcome.outputs,
+            blameless: outcome.blameless.then_some(true),
         }
     }
 
@@ -320,6 +332,18 @@ mod tests {
     fn attempt() -> Attempt {
         let name = AttemptName { job: JobId(1), stage: 0, index: 0, number: 1, sequence: 9 };
         Attempt::begin(name, Isolation::Process, 5, 100, (1_000, 2_000))
+    }
+
+    #[test]
+    fn what_its_template_needs_is_said_while_it_is_prepared() {
+        let mut a = attempt();
+        a.progress(110, Progress::Template(Some(TemplateStage::Building)));
+        assert_eq!((a.at(120).stage, a.at(120).template), (AtStage::Preparing, Some(TemplateStage::Building)));
+        a.progress(130, Progress::Template(None));
+        assert_eq!((a.at(140).stage, a.at(140).template, a.at(140).for_ms), (AtStage::Preparing, None, 40));
+        a.progress(150, Progress::Template(Some(TemplateStage::Fetching)));
+        a.progress(160, Progress::Started { grace_ms: 10 });
+        assert_eq!((a.at(170).stage, a.at(170).template), (AtStage::Running, None));
     }
 
     #[test]

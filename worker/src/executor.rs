@@ -17,6 +17,7 @@ use volley_jobspecs::ids::AttemptName;
 use volley_jobspecs::spec::Isolation;
 use volley_jobspecs::units::counted;
 use volley_jobspecs::wire::report::Usage;
+use volley_jobspecs::wire::work::TemplateStage;
 
 use crate::attempt::{Outcome, Progress};
 use crate::core::Input;
@@ -189,17 +190,28 @@ impl<B: Bus, O: Objects> Executor<B, O> {
                 return stopped();
             }
         };
-        let restored = tokio::select! {
-            biased;
-            _ = self.stop.next() => None,
-            restored = restore(&mut self.machine, &prepared).instrument(tracing::debug_span!("restore")) => Some(restored),
+        let mut stages = self.machine.stages(&prepared);
+        let restored = {
+            let mut restoring = std::pin::pin!(restore(&mut self.machine, &prepared).instrument(tracing::debug_span!("restore")));
+            loop {
+                tokio::select! {
+                    biased;
+                    _ = self.stop.next() => break None,
+                    restored = &mut restoring => break Some(restored),
+                    stage = next_stage(&mut stages) => {
+                        let progress = Progress::Template(stage);
+                        // A driver that is gone is noticed at the end.
+                        let _ = self.shared.events.send(Input::Progress { slot: self.slot, name: *name, progress }).await;
+                    }
+                }
+            }
         };
         self.laps.end(Stage::Restore);
         match restored {
             Some(Ok(())) => {}
             Some(Err(why)) => {
                 self.machine.distrust();
-                return Outcome::failed(why.class(), why.to_string());
+                return Outcome { blameless: why.is_blameless(), ..Outcome::failed(why.class(), why.to_string()) };
             }
             None => {
                 self.machine.distrust();
@@ -336,6 +348,16 @@ fn dirs_of<B, O>(shared: &Shared<B, O>, slot: u32, root: PathBuf) -> Dirs {
     Dirs::closed(root, shared.owner.map(|(uid, gid)| (uid.saturating_add(slot), gid.saturating_add(slot))))
 }
 
+/// The next thing that a machine's template needs. Never, where there are no templates.
+async fn next_stage(stages: &mut Option<watch::Receiver<Option<TemplateStage>>>) -> Option<TemplateStage> {
+    if let Some(stages) = stages
+        && stages.changed().await.is_ok()
+    {
+        return *stages.borrow_and_update();
+    }
+    std::future::pending().await
+}
+
 /// What became of outputs that lay in a machine.
 enum Collected {
     /// They are in the slot's directories, or there are none to be had; and what was left out.
@@ -401,6 +423,7 @@ fn outcome(exit: Result<Exit, ExecuteError>, prepared: &Prepared, kept: Kept, lo
         stdout: kept.stdout,
         stderr: kept.stderr,
         outputs: kept.outputs,
+        blameless: false,
         stages: Stages::default(),
     }
 }

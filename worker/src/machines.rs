@@ -10,11 +10,13 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use tokio::sync::watch;
 use volley_guest::initramfs::{self, InitramfsError};
 use volley_jobspecs::ids::TenantId;
 use volley_jobspecs::machine;
 use volley_jobspecs::resolve::ResolvedTask;
 use volley_jobspecs::spec::{Resources, WarmUpSpec};
+use volley_jobspecs::wire::work::TemplateStage;
 
 use crate::cgroup::{CgroupError, Cgroups, SlotCgroup};
 use crate::config::MachineConfig;
@@ -23,7 +25,7 @@ use crate::image::kernel::{self, Kernel, KernelError, Places};
 use crate::image::oci::Config as ImageConfig;
 use crate::image::{ImageNote, Store};
 use crate::standby::{self, Standby};
-use crate::template::{BuildError, Builder, Owner, Recipe, Template, Templates, WarmUp};
+use crate::template::{BuildError, Builder, Owner, Recipe, Template, TemplateName, Templates, WarmUp};
 use crate::vmm::kvm;
 use crate::vmm::qemu::Qemu;
 use crate::vmm::spawner::{MachineSpawner, SpawnError};
@@ -232,6 +234,18 @@ impl Machines {
     /// # Errors
     /// [`TemplateError`].
     pub async fn template(&self, wanted: &Wanted<'_>) -> Result<Found, TemplateError> {
+        self.template_by_stages(wanted, &watch::Sender::default()).await
+    }
+
+    /// The same, and tells what it waits for.
+    ///
+    /// # Errors
+    /// [`TemplateError`].
+    pub async fn template_by_stages(
+        &self,
+        wanted: &Wanted<'_>,
+        stage: &watch::Sender<Option<TemplateStage>>,
+    ) -> Result<Found, TemplateError> {
         let (store, text) = (self.store.clone(), wanted.image.ok_or(TemplateError::NoImage)?.to_owned());
         let found = tokio::task::spawn_blocking(move || find(&store, &text)).await;
         let (note, root) = found.unwrap_or_else(|e| Err(FindError::Store(io::Error::other(e))))?;
@@ -248,15 +262,34 @@ impl Machines {
             vmm: self.vmm.capabilities().identity.clone(),
             processor: self.processor.clone(),
         };
-        let mut template = self.templates.get(&recipe, || self.builder(&note)).await;
+        let mut template = self.told(recipe.name(), stage, self.templates.get(&recipe, || self.builder(&note))).await;
         if let Err(why) = &template
             && matches!(**why, BuildError::NoRoom(_))
             && self.standby.clear().await > 0
         {
             // Machines that only waited held templates that nobody runs.
-            template = self.templates.get(&recipe, || self.builder(&note)).await;
+            template = self.told(recipe.name(), stage, self.templates.get(&recipe, || self.builder(&note))).await;
         }
         Ok(Found { template: template?, image: note.config })
+    }
+
+    /// Waits for a template, and tells meanwhile what is done for it.
+    async fn told<T>(&self, name: TemplateName, told: &watch::Sender<Option<TemplateStage>>, template: impl Future<Output = T>) -> T {
+        let mut stages = self.templates.stages();
+        let mut template = std::pin::pin!(template);
+        let found = loop {
+            tokio::select! {
+                biased;
+                found = &mut template => break found,
+                // Its sender is ours, so it lives.
+                _ = stages.changed() => {
+                    let stage = stages.borrow_and_update().get(&name).copied();
+                    told.send_if_modified(|now| std::mem::replace(now, stage) != stage);
+                }
+            }
+        };
+        told.send_if_modified(|now| now.take().is_some());
+        found
     }
 
     /// Ends what waits. Machines of attempts are their slots'.

@@ -26,6 +26,8 @@ use std::time::{Duration, Instant};
 
 use futures::FutureExt;
 use futures::future::{BoxFuture, Shared};
+use tokio::sync::watch;
+use volley_jobspecs::wire::work::TemplateStage;
 
 use crate::vmm::Snapshot;
 use crate::vmm::files::Frozen;
@@ -93,14 +95,39 @@ pub struct Templates {
     state: Arc<Mutex<State>>,
     sharing: Option<Sharing>,
     steps: Option<Steps>,
+    stages: Arc<Stages>,
 }
+
+/// What is being done for which template.
+type Stages = watch::Sender<BTreeMap<TemplateName, TemplateStage>>;
 
 impl Templates {
     /// None yet; they may take so much of the host's memory.
     #[must_use]
     pub fn new(bytes_max: u64) -> Self {
         let state = State { shelf: Shelf::new(bytes_max), places: BTreeMap::new() };
-        Self { state: Arc::new(Mutex::new(state)), sharing: None, steps: None }
+        Self { state: Arc::new(Mutex::new(state)), sharing: None, steps: None, stages: Arc::default() }
+    }
+
+    /// What is being done for which template, as it changes.
+    #[must_use]
+    pub fn stages(&self) -> watch::Receiver<BTreeMap<TemplateName, TemplateStage>> {
+        self.stages.subscribe()
+    }
+
+    /// Whoever is told of steps, and the stages that follow from them.
+    fn told(&self) -> Steps {
+        let (steps, stages) = (self.steps.clone(), self.stages.clone());
+        Steps::new(move |step| {
+            let stage = step.phase.stage();
+            stages.send_if_modified(|all| match stage {
+                Some(stage) => all.insert(step.template, stage) != Some(stage),
+                None => all.remove(&step.template).is_some(),
+            });
+            if let Some(steps) = &steps {
+                steps.tell(step);
+            }
+        })
     }
 
     /// The same, shared with the cluster's other workers, where it is said how; and with somebody who is told of steps, if there is one.
@@ -168,7 +195,7 @@ impl Templates {
         let this = self.clone();
         // A task of its own: it must not end with whoever asked first.
         let built = tokio::spawn(async move {
-            let teller = Teller::new(this.steps.clone(), name);
+            let teller = Teller::new(Some(this.told()), name);
             let begun = Instant::now();
             let obtained = match &this.sharing {
                 Some(sharing) => {

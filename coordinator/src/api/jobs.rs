@@ -19,6 +19,7 @@ use super::auth::{Caller, random_hex};
 use super::error::ApiError;
 use super::extract::{PathOf, QueryOf, job_id, json};
 use super::{App, blocking, views};
+use crate::leader::Leader;
 use crate::state::job::{Facts, Progress};
 use crate::state::rows::{self, RowsError, Table};
 
@@ -113,7 +114,17 @@ pub async fn get(
     query: QueryOf,
 ) -> Result<Json<JobView>, ApiError> {
     query.only(&[])?;
-    view(&app, &caller, job_id(&job)?).map(Json)
+    let id = job_id(&job)?;
+    let mut view = view(&app, &caller, id)?;
+    if view.state == JobState::Running {
+        let templates = app.handle.read(move |state, leader, now_ms| {
+            let heard =
+                |leader: &Leader| state.workers.keys().filter_map(|name| Some((name.clone(), leader.heard(name, now_ms)?))).collect();
+            leader.map(heard).unwrap_or_else(Vec::new)
+        });
+        view.templates = templates.await?.iter().flat_map(|(name, heard)| views::templates(id, name, heard)).collect();
+    }
+    Ok(Json(view))
 }
 
 /// The job's spec in canonical form: sorted, defaults written out.

@@ -2,11 +2,12 @@
 //!
 //! Owns the translation of jobs, tasks, attempts, results and workers. Pure. Does not own the shapes (`volley_jobspecs::api`).
 
-use volley_jobspecs::api::{AttemptView, JobView, ResultRow, TaskState, TaskView, WorkerView};
+use volley_jobspecs::api::{AttemptView, JobView, ResultRow, TaskState, TaskView, TemplateView, WorkerView};
 use volley_jobspecs::failure::FailureClass;
 use volley_jobspecs::ids::{AttemptName, JobId, WorkerId};
 use volley_jobspecs::keys;
 use volley_jobspecs::wire::report::{AttemptEnd, Ending, Stream};
+use volley_jobspecs::wire::work::TemplateStage;
 
 use crate::leader::HeardOf;
 use crate::state::effects::{AttemptRow, ResultEntry};
@@ -52,7 +53,28 @@ pub fn job(id: JobId, facts: &Facts, progress: &Progress, url: &dyn Fn(&str) -> 
         exit_code: progress.exit_code(plan.tasks),
         objects: url(&keys::job_prefix(id)),
         trace_id: trace::id_of(facts),
+        templates: Vec::new(),
     }
+}
+
+/// What a worker does for the templates of a job's machines. `heard` is known to the leader only.
+#[must_use]
+pub fn templates(id: JobId, worker: &WorkerId, heard: &HeardOf) -> Vec<TemplateView> {
+    let mut found: std::collections::BTreeMap<TemplateStage, (u64, u32)> = std::collections::BTreeMap::new();
+    for at in heard.at.iter().filter(|at| at.name.job == id) {
+        if let Some(stage) = at.template {
+            let (for_ms, tasks) = found.entry(stage).or_default();
+            *for_ms = (*for_ms).max(heard.silent_ms + at.for_ms);
+            *tasks += 1;
+        }
+    }
+    let view = |(stage, (for_ms, tasks)): (TemplateStage, _)| TemplateView {
+        worker: worker.to_string(),
+        step: stage.as_str().to_owned(),
+        for_ms,
+        tasks,
+    };
+    found.into_iter().map(view).collect()
 }
 
 /// Where a task stands, and why it failed last. `rest` is what became of tasks that were never given out.
@@ -237,6 +259,8 @@ pub fn worker(name: &WorkerId, worker: &Worker, now_ms: u64, heard: Option<&Hear
 
 #[cfg(test)]
 mod tests {
+    use volley_jobspecs::wire::work::{At, AtStage};
+
     use super::*;
 
     #[test]
@@ -253,6 +277,23 @@ mod tests {
         assert_eq!(task_state(&Cell::FRESH, cancelled), (TaskState::Cancelled, cancelled));
         let queue = Some(FailureClass::QueueTimeout);
         assert_eq!(task_state(&Cell::FRESH, queue), (TaskState::Failed, queue));
+    }
+
+    #[test]
+    fn what_is_done_for_templates_is_counted_by_stage() {
+        let at = |job, index, template, for_ms| At {
+            name: AttemptName { job: JobId(job), stage: 0, index, number: 1, sequence: 9 },
+            stage: AtStage::Preparing,
+            for_ms,
+            template,
+        };
+        let building = Some(TemplateStage::Building);
+        let all = vec![at(1, 0, building, 500), at(1, 1, building, 700), at(1, 2, None, 1), at(2, 0, building, 1)];
+        let heard = HeardOf { silent_ms: 100, draining: false, at: all };
+        let worker: WorkerId = "w".parse().unwrap();
+        let view = TemplateView { worker: "w".to_owned(), step: "building template".to_owned(), for_ms: 800, tasks: 2 };
+        assert_eq!(templates(JobId(1), &worker, &heard), [view]);
+        assert_eq!(templates(JobId(3), &worker, &heard), []);
     }
 
     #[test]

@@ -99,6 +99,37 @@ pub struct At {
     /// For how long, in milliseconds.
     #[n(2)]
     pub for_ms: u64,
+    /// What its machine's template still needs, if that is what it waits for; of an older build nothing.
+    #[n(3)]
+    #[cbor(default)]
+    pub template: Option<TemplateStage>,
+}
+
+/// What is done for a template that a machine is to be made from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Encode, Decode)]
+#[cbor(index_only)]
+pub enum TemplateStage {
+    /// The worker builds it: boots a machine, warms it, saves it.
+    #[n(0)]
+    Building,
+    /// Another worker builds it.
+    #[n(1)]
+    Awaited,
+    /// It is fetched from the bucket.
+    #[n(2)]
+    Fetching,
+}
+
+impl TemplateStage {
+    /// What the worker does, for people.
+    #[must_use]
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Building => "building template",
+            Self::Awaited => "waiting for another worker to build the template",
+            Self::Fetching => "fetching template",
+        }
+    }
 }
 
 /// How far an attempt is that has a slot.

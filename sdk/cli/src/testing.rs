@@ -21,6 +21,7 @@ pub fn job(state: JobState, tasks: TaskCounts, exit_code: Option<u8>) -> JobView
         exit_code,
         objects: "s3://volley/jobs/j7/".into(),
         trace_id: Some("4bf92f3577b34da6a3ce929d0e0e4736".into()),
+        templates: Vec::new(),
     }
 }
 

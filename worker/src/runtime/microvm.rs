@@ -15,10 +15,12 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
+use tokio::sync::watch;
 use tokio::task::JoinHandle;
 use volley_guest::files::{Unpack, UnpackError};
 use volley_jobspecs::failure::FailureClass;
 use volley_jobspecs::wire::guest::{FileLimits, Files, Get, GetNamed, Put, RefusalKind};
+use volley_jobspecs::wire::work::TemplateStage;
 
 use super::{Exit, Machine, Streams};
 use crate::attempt::Force;
@@ -63,6 +65,8 @@ pub struct MicrovmMachine {
     group: Group,
     ready: Option<Ready>,
     running: Option<Running>,
+    /// What the machine's template still needs.
+    stage: watch::Sender<Option<TemplateStage>>,
     /// Machines that are being killed.
     dying: Option<JoinHandle<Result<Exited, VmmError>>>,
 }
@@ -72,7 +76,13 @@ impl MicrovmMachine {
     #[must_use]
     pub fn new(slot: u32, machines: Arc<Machines>) -> Self {
         let group = Group::new(slot, machines.cgroups.clone());
-        Self { machines, group, ready: None, running: None, dying: None }
+        Self { machines, group, ready: None, running: None, stage: watch::Sender::default(), dying: None }
+    }
+
+    /// What the template of the machine that is being restored still needs, as it changes.
+    #[must_use]
+    pub fn stages(&self) -> watch::Receiver<Option<TemplateStage>> {
+        self.stage.subscribe()
     }
 
     /// What every result of this slot says.
@@ -213,7 +223,7 @@ impl Machine for MicrovmMachine {
         self.release().await;
         let inside = prepared.inside.as_deref().ok_or(RestoreError::NotPrepared)?;
         let (tenant, task) = (&inside.tenant, &prepared.task);
-        let found = self.machines.template(&Wanted::of(tenant, task)).await?;
+        let found = self.machines.template_by_stages(&Wanted::of(tenant, task), &self.stage).await?;
         let cgroups = self.group.ready(group::limits(&task.resources, self.machines.vmm.capabilities()))?;
         let place = Place { inside, disk: task.resources.disk.map(|disk| disk.0), cgroups: &cgroups };
         let ready = match ready::make(&self.machines, &found, &place).await {

@@ -2,7 +2,9 @@
 //!
 //! Owns the choice, by what the task asks for and never by what is at hand. Does not own any tier.
 
+use tokio::sync::watch;
 use volley_jobspecs::spec::Isolation;
+use volley_jobspecs::wire::work::TemplateStage;
 
 use super::container::ContainerMachine;
 use super::microvm::MicrovmMachine;
@@ -52,6 +54,13 @@ impl Tiers {
 
     fn machine(&mut self) -> Option<&mut MicrovmMachine> {
         self.microvm.as_deref_mut().filter(|_| self.now == Now::Microvm)
+    }
+
+    /// What the template of a machine that is being restored for this task still needs, as it changes; none where there are no templates.
+    #[must_use]
+    pub fn stages(&self, prepared: &Prepared) -> Option<watch::Receiver<Option<TemplateStage>>> {
+        let machine = self.microvm.as_ref().filter(|_| prepared.task.isolation == Isolation::Microvm);
+        machine.map(|machine| machine.stages())
     }
 
     /// Are outputs somewhere else than in the slot's directories?

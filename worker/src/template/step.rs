@@ -6,6 +6,8 @@ use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use volley_jobspecs::wire::work::TemplateStage;
+
 use super::TemplateName;
 
 /// Between two steps of one phase at least so many bytes are moved: a callback for each chunk would be told of 800 for 100 MiB.
@@ -35,6 +37,19 @@ pub enum Phase {
     Failed(String),
 }
 
+impl Phase {
+    /// What whoever waits for the template is told; nothing when it is there, or will not be.
+    #[must_use]
+    pub fn stage(&self) -> Option<TemplateStage> {
+        match self {
+            Self::Building => Some(TemplateStage::Building),
+            Self::Waiting { .. } => Some(TemplateStage::Awaited),
+            Self::Fetching | Self::Proving => Some(TemplateStage::Fetching),
+            Self::Looking | Self::Uploading | Self::Ready | Self::Failed(_) => None,
+        }
+    }
+}
+
 /// One step.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Step {
@@ -53,6 +68,10 @@ pub struct Step {
 pub struct Steps(Arc<dyn Fn(Step) + Send + Sync>);
 
 impl Steps {
+    pub(super) fn tell(&self, step: Step) {
+        (self.0)(step);
+    }
+
     /// Calls this for each step.
     pub fn new(tell: impl Fn(Step) + Send + Sync + 'static) -> Self {
         Self(Arc::new(tell))

@@ -1,8 +1,9 @@
 //! `volley job`.
 
 use jiff::Timestamp;
-use volley_jobspecs::api::JobView;
+use volley_jobspecs::api::{JobView, TemplateView};
 use volley_jobspecs::ids::JobId;
+use volley_jobspecs::units::count;
 
 use crate::clean;
 use crate::ctx::Ctx;
@@ -59,6 +60,7 @@ fn text(job: &JobView, with_remarks: u64, now: Timestamp) -> String {
         ("  failed", number(counts.failed)),
         ("  without verdict", number(counts.infra_failed)),
         ("  cancelled", number(counts.cancelled)),
+        ("machines", joined(job.templates.iter().map(template).collect())),
         ("failures", joined(job.failures.iter().map(|(class, tasks)| format!("{class} {tasks}")).collect())),
         ("labels", joined(job.labels.iter().map(|(key, value)| clean::cell(&format!("{key}={value}"), 300)).collect())),
         ("priority", job.priority.to_string()),
@@ -71,6 +73,13 @@ fn text(job: &JobView, with_remarks: u64, now: Timestamp) -> String {
         ("objects", job.objects.clone()),
         ("trace", job.trace_id.clone().unwrap_or_default()),
     ])
+}
+
+/// `building template at worker-1 for 12s (4 tasks wait)`.
+fn template(of: &TemplateView) -> String {
+    let wait = if of.tasks == 1 { "waits" } else { "wait" };
+    let tasks = count(u64::from(of.tasks), "task");
+    format!("{} at {} for {} ({tasks} {wait})", of.step, clean::cell(&of.worker, 100), units::time(of.for_ms))
 }
 
 #[cfg(test)]

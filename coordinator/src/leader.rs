@@ -425,7 +425,10 @@ impl Leader {
         };
         let mut decisions = Vec::new();
         let open = state.workers.values().any(|w| !w.bundles.is_empty());
-        let stale = open && wall_ms >= self.last_tick_ms + TICK_MS;
+        // The end of a quarantine is no timer of the state's, and nothing else may come to move its time.
+        let freed = state.workers.values().any(|w| w.quarantined_until_ms > state.head.now_ms && w.quarantined_until_ms <= wall_ms);
+        self.place_again |= freed;
+        let stale = freed || (open && wall_ms >= self.last_tick_ms + TICK_MS);
         if let Some((sequence, hash)) = self.last_digest.take() {
             self.pending.push(Decision::Digest { sequence, hash });
         }
@@ -499,9 +502,8 @@ mod tests {
     use super::*;
     use crate::state::worker::{Promised, Worker};
 
-    #[test]
-    fn a_quarantined_worker_that_is_resumed_is_trusted_again() {
-        let name = WorkerId::new("w").unwrap_or_else(|e| panic!("{e}"));
+    /// A state with this worker, which gets nothing until 9 s.
+    fn quarantined(name: &WorkerId) -> State {
         let mut state = State::default();
         state.head.now_ms = 1_000;
         let info = WorkerInfo {
@@ -524,6 +526,13 @@ mod tests {
             promised: Promised::default(),
         };
         state.workers.insert(name.clone(), worker);
+        state
+    }
+
+    #[test]
+    fn a_quarantined_worker_that_is_resumed_is_trusted_again() {
+        let name = WorkerId::new("w").unwrap_or_else(|e| panic!("{e}"));
+        let mut state = quarantined(&name);
         let mut leader = Leader::new(&state, 1_000, 0, Tuning::default());
         let drain = |state: &mut State, leader: &mut Leader, on| {
             let tenant = TenantId::new("operator").unwrap_or_else(|e| panic!("{e}"));
@@ -540,5 +549,17 @@ mod tests {
         state.workers.values_mut().for_each(|worker| worker.quarantined_until_ms = 0);
         drain(&mut state, &mut leader, false);
         assert_eq!(leader.pending.len(), 1, "nothing is recorded of one that is trusted already");
+    }
+
+    #[test]
+    fn the_end_of_a_quarantine_moves_time_though_nothing_else_happens() {
+        let mut state = quarantined(&WorkerId::new("w").unwrap_or_else(|e| panic!("{e}")));
+        let mut leader = Leader::new(&state, 1_000, 0, Tuning::default());
+        assert!(leader.decide(&state, 0).is_none() && leader.decide(&state, 7_999).is_none());
+        let decided = leader.decide(&state, 8_000).unwrap_or_else(|| panic!("a tick"));
+        assert_eq!(decided.decisions, [Decision::Tick(9_000)]);
+        assert!(leader.place_again, "and what waits is placed when it was applied");
+        state.head.now_ms = 9_000;
+        assert!(leader.decide(&state, 8_001).is_none() && !leader.place_again);
     }
 }

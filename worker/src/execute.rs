@@ -53,6 +53,9 @@ pub enum ExecuteError {
     /// The machine it runs in is lost, or does not obey.
     #[error("{0}")]
     Guest(String),
+    /// What runs in the machine ended it: its kernel panicked, or it switched off.
+    #[error("{0}")]
+    GuestEnded(String),
     /// No container comes about, or its runtime fails.
     #[error("{0}")]
     Container(String),
@@ -65,6 +68,12 @@ pub enum ExecuteError {
 }
 
 impl ExecuteError {
+    /// Does it say nothing of this worker? A task with a machine of its own may end that as it likes.
+    #[must_use]
+    pub fn is_blameless(&self) -> bool {
+        matches!(self, Self::GuestEnded(_))
+    }
+
     /// What it means for the task, and the exit code it counts as.
     #[must_use]
     pub fn class(&self) -> (FailureClass, Option<i32>) {
@@ -74,7 +83,7 @@ impl ExecuteError {
             Self::NotStarted { .. } | Self::Spawner(_) | Self::Container(_) | Self::Refused(_) | Self::Local(_) => {
                 (FailureClass::RestoreFailed, None)
             }
-            Self::Lost | Self::Stuck | Self::Guest(_) => (FailureClass::GuestLost, None),
+            Self::Lost | Self::Stuck | Self::Guest(_) | Self::GuestEnded(_) => (FailureClass::GuestLost, None),
         }
     }
 }
@@ -91,7 +100,7 @@ fn not_started(step: Step, errno: i32) -> String {
         (Step::Directory, _) => format!("task.workdir can't be entered: {error}"),
         (Step::User, _) => format!("becoming the task's user: {error}"),
         (Step::Clone, _) => format!("making a process: {error}; check the limits on processes"),
-        (Step::Request | Step::Session | Step::Streams, _) => format!("setting up the process ({step:?}): {error}"),
+        (Step::Request | Step::Session | Step::Streams | Step::Memory, _) => format!("setting up the process ({step:?}): {error}"),
     }
 }
 

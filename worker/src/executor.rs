@@ -227,7 +227,12 @@ impl<B: Bus, O: Objects> Executor<B, O> {
         self.laps.end(Stage::Execute);
         if matches!(
             executed.exit,
-            Err(ExecuteError::Lost | ExecuteError::Guest(_) | ExecuteError::Stuck | ExecuteError::Spawner(_) | ExecuteError::Container(_))
+            Err(ExecuteError::Lost
+                | ExecuteError::Guest(_)
+                | ExecuteError::GuestEnded(_)
+                | ExecuteError::Stuck
+                | ExecuteError::Spawner(_)
+                | ExecuteError::Container(_))
         ) {
             self.machine.distrust();
             // What can't be killed may still write here.
@@ -381,6 +386,7 @@ fn labelled(mut outcome: Outcome, label: Option<String>) -> Outcome {
 
 /// What became of an attempt.
 fn outcome(exit: Result<Exit, ExecuteError>, prepared: &Prepared, kept: Kept, lost: Option<&PersistError>) -> Outcome {
+    let blameless = exit.as_ref().is_err_and(ExecuteError::is_blameless);
     let mut notes = kept.notes;
     let (failure, code, message, usage) = match exit {
         Ok(exit) => {
@@ -423,7 +429,7 @@ fn outcome(exit: Result<Exit, ExecuteError>, prepared: &Prepared, kept: Kept, lo
         stdout: kept.stdout,
         stderr: kept.stderr,
         outputs: kept.outputs,
-        blameless: false,
+        blameless,
         stages: Stages::default(),
     }
 }

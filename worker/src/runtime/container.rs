@@ -94,7 +94,8 @@ impl ContainerMachine {
             join,
             reports: self.containers.runtime.hands_over(),
         };
-        Ok(spawn(&self.containers, self.count, container))
+        let limited = prepared.limits.memory_bytes.is_some();
+        Ok(Spawn { limited, ..spawn(&self.containers, self.count, container) })
     }
 }
 
@@ -146,6 +147,7 @@ fn spawn(containers: &Containers, count: u64, container: Container) -> Spawn {
         uid: None,
         gid: None,
         container: Some(container),
+        limited: false,
     }
 }
 

@@ -4,6 +4,8 @@
 
 use std::os::fd::AsFd;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use super::{Exit, Machine, Streams};
 use crate::attempt::Force;
@@ -13,6 +15,11 @@ use crate::prepare::Prepared;
 use crate::restore::RestoreError;
 use crate::spawner::proto::{MakeShim, Reply, Spawn};
 use crate::spawner::{self, Shim, Spawner, SpawnerError};
+
+/// How long it is tried to kill what a shim left. What lives longer hangs in the kernel.
+const CLEAR_TIME: Duration = Duration::from_secs(5);
+/// Between two rounds: processes die within a millisecond or two.
+const CLEAR_PAUSE: Duration = Duration::from_millis(5);
 
 /// A slot of the process tier.
 #[derive(Debug)]
@@ -28,13 +35,26 @@ pub struct ProcessMachine {
     cgroup: Option<SlotCgroup>,
     shim: Option<Shim>,
     oom_before: u64,
+    /// Was the shim found dead? Then the next attempt gets another one.
+    gone: AtomicBool,
 }
 
 impl ProcessMachine {
     /// A slot in which nothing ran yet. Its shim and cgroup come with the first attempt.
     #[must_use]
     pub fn new(slot: u32, spawner: Spawner, cgroups: Option<Arc<Cgroups>>) -> Self {
-        Self { slot, containers: false, enters: true, spawner, cgroups, generation: 0, cgroup: None, shim: None, oom_before: 0 }
+        Self {
+            slot,
+            containers: false,
+            enters: true,
+            spawner,
+            cgroups,
+            generation: 0,
+            cgroup: None,
+            shim: None,
+            oom_before: 0,
+            gone: AtomicBool::new(false),
+        }
     }
 
     /// The same for a slot of the container tier: what is started are runtimes. `enters`: they are in the cgroup as well; otherwise what runs
@@ -78,6 +98,9 @@ impl ProcessMachine {
 
 impl Machine for ProcessMachine {
     async fn restore(&mut self, prepared: &Prepared) -> Result<(), RestoreError> {
+        if std::mem::take(self.gone.get_mut()) {
+            self.shim = None;
+        }
         if self.shim.is_none() {
             self.make_shim().await?;
         }
@@ -108,7 +131,12 @@ impl Machine for ProcessMachine {
 
     async fn wait(&self) -> Result<Exit, ExecuteError> {
         let shim = self.shim.as_ref().ok_or(ExecuteError::Lost)?;
-        match shim.reply().await {
+        let reply = shim.reply().await;
+        if matches!(reply, Err(SpawnerError::ShimGone)) {
+            self.gone.store(true, Ordering::Relaxed);
+            self.clear().await;
+        }
+        match reply {
             Ok(Reply::Exited(exited)) if exited.stuck => Err(ExecuteError::Stuck),
             Ok(Reply::Exited(exited)) => Ok(Exit {
                 code: exited.code,
@@ -142,6 +170,15 @@ impl Machine for ProcessMachine {
 }
 
 impl ProcessMachine {
+    /// Ends what a shim that is gone has left, before anybody looks at what the task did.
+    async fn clear(&self) {
+        let Some(cgroup) = &self.cgroup else { return };
+        let begun = tokio::time::Instant::now();
+        while cgroup.kill() > 0 && begun.elapsed() < CLEAR_TIME {
+            tokio::time::sleep(CLEAR_PAUSE).await;
+        }
+    }
+
     /// Starts this in place of the task's command, with the task's streams.
     ///
     /// # Errors

@@ -249,6 +249,7 @@ pub async fn cause_of(vm: &dyn Vm) -> ExecuteError {
     let ended = tokio::time::timeout(LAST_WORDS_WAIT, vm.ended()).await;
     let console = vm.console();
     let panic = console.lines().rfind(|line| line.contains(PANIC)).and_then(|line| line.split_once(PANIC)).map(|(_, why)| why);
+    let itself = panic.is_some() || matches!(&ended, Ok(Ok(exited)) if exited.signal.is_none());
     let what = match (panic, ended) {
         (Some(why), _) => format!("the guest's kernel panicked ({})", why.trim_matches([' ', '-', ':'])),
         (None, Ok(Ok(exited))) => match (exited.code, exited.signal) {
@@ -259,7 +260,8 @@ pub async fn cause_of(vm: &dyn Vm) -> ExecuteError {
         (None, Err(_lives)) => "its machine's agent does not answer any more".to_owned(),
     };
     let last = crate::template::last_lines(&console, CONSOLE_LINES);
-    ExecuteError::Guest(if last.is_empty() { what } else { format!("{what}; its console said last: {last}") })
+    let text = if last.is_empty() { what } else { format!("{what}; its console said last: {last}") };
+    if itself { ExecuteError::GuestEnded(text) } else { ExecuteError::Guest(text) }
 }
 
 #[cfg(test)]

@@ -100,7 +100,7 @@ fn not_started(step: Step, errno: i32) -> String {
         (Step::Directory, _) => format!("task.workdir can't be entered: {error}"),
         (Step::User, _) => format!("becoming the task's user: {error}"),
         (Step::Clone, _) => format!("making a process: {error}; check the limits on processes"),
-        (Step::Request | Step::Session | Step::Streams | Step::Memory, _) => format!("setting up the process ({step:?}): {error}"),
+        (Step::Request | Step::Session | Step::Streams, _) => format!("setting up the process ({step:?}): {error}"),
     }
 }
 

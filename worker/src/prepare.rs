@@ -197,7 +197,6 @@ pub async fn prepare<B: Bus, O: Objects>(
         uid: dirs.owner().map(|(uid, _)| uid),
         gid: dirs.owner().map(|(_, gid)| gid),
         container: None,
-        limited: task.resources.memory.is_some(),
     };
     let limits = Limits {
         memory_bytes: task.resources.memory.map(|memory| memory.0),

@@ -54,16 +54,7 @@ fn prepared(image: &str, dirs: &Dirs) -> Prepared {
         secrets: Vec::new(),
     };
     let nothing = || Vec::new().into();
-    let spawn = Spawn {
-        argv: Vec::new(),
-        env: Vec::new(),
-        path: Vec::new(),
-        cwd: nothing(),
-        uid: None,
-        gid: None,
-        container: None,
-        limited: false,
-    };
+    let spawn = Spawn { argv: Vec::new(), env: Vec::new(), path: Vec::new(), cwd: nothing(), uid: None, gid: None, container: None };
     let inside = InMachine {
         tenant: TenantId::new("public").unwrap(),
         hostname: "measured".to_owned(),

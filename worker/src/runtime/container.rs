@@ -94,8 +94,7 @@ impl ContainerMachine {
             join,
             reports: self.containers.runtime.hands_over(),
         };
-        let limited = prepared.limits.memory_bytes.is_some();
-        Ok(Spawn { limited, ..spawn(&self.containers, self.count, container) })
+        Ok(spawn(&self.containers, self.count, container))
     }
 }
 
@@ -147,7 +146,6 @@ fn spawn(containers: &Containers, count: u64, container: Container) -> Spawn {
         uid: None,
         gid: None,
         container: Some(container),
-        limited: false,
     }
 }
 

@@ -6,7 +6,7 @@
 //! The shim does not sleep until then (`stack`). So why a command never ran is known when its end is. Until the exec the two share the C
 //! library's `errno` as well; a shim that is told to end the command meanwhile may spoil the error number of one that fails by itself.
 
-use std::ffi::{CStr, CString, c_char, c_int, c_void};
+use std::ffi::{CString, c_char, c_int, c_void};
 use std::os::fd::{AsRawFd, OwnedFd};
 
 use super::proto::{Spawn, Step};
@@ -15,40 +15,20 @@ use super::zygote::IGNORED;
 
 /// Where further descriptors are kept before they are placed: above every place they may get.
 pub const HIGH: c_int = 64;
-/// How much the kernel likes to kill a process when it wants memory, from -1000 (never) to 1000.
-pub const OOM_SCORE: &CStr = c"/proc/self/oom_score_adj";
 
 /// A command that runs, or is about to.
-pub enum Running {
-    /// The shim did not wait until it ran.
-    Beside(Beside<Plan>),
-    /// It did.
-    Begun {
-        /// Its process id.
-        pid: libc::pid_t,
-        /// What it ran on until then.
-        stack: Stack,
-    },
-}
+pub struct Running(Beside<Plan>);
 
 impl Running {
     /// Its process id, which is also its session and process group.
     pub fn pid(&self) -> libc::pid_t {
-        match self {
-            Self::Beside(beside) => beside.pid,
-            Self::Begun { pid, .. } => *pid,
-        }
+        self.0.pid
     }
 
     /// Takes back what the child ran on, and why it never became the command. Only for a child whose end was waited for.
     pub fn end(self) -> (Stack, Option<NotStarted>) {
-        match self {
-            Self::Beside(beside) => {
-                let (stack, plan) = beside.end();
-                (stack, plan.failed)
-            }
-            Self::Begun { stack, .. } => (stack, None),
-        }
+        let (stack, plan) = self.0.end();
+        (stack, plan.failed)
     }
 }
 
@@ -62,7 +42,7 @@ pub struct NotStarted {
 }
 
 /// Everything the child needs, made before it exists.
-pub struct Plan {
+struct Plan {
     programs: Vec<CString>,
     argv: Strings,
     env: Strings,
@@ -70,8 +50,6 @@ pub struct Plan {
     /// What becomes its descriptors 0, 1, 2, …; those behind the three are [`HIGH`] or above.
     inherits: Vec<c_int>,
     user: Option<(u32, u32)>,
-    /// What it writes about itself for the kernel's search for memory.
-    oom_score: Option<CString>,
     failed: Option<NotStarted>,
 }
 
@@ -108,8 +86,7 @@ impl Strings {
 const INVALID: NotStarted = NotStarted { step: Step::Request, errno: libc::EINVAL };
 
 /// Starts a command with these standard streams (stdin, stdout, stderr), and more descriptors behind them, which are [`HIGH`] or above.
-/// `oom_score` is what it has in place of ours for the kernel's search for memory.
-pub fn start(stack: Stack, spawn: &Spawn, stdio: [&OwnedFd; 3], more: &[OwnedFd], oom_score: Option<&CStr>) -> Result<Running, NotStarted> {
+pub fn start(stack: Stack, spawn: &Spawn, stdio: [&OwnedFd; 3], more: &[OwnedFd]) -> Result<Running, NotStarted> {
     let plan = Plan {
         programs: programs(spawn).ok_or(INVALID)?,
         argv: Strings::new(&spawn.argv)?,
@@ -117,20 +94,11 @@ pub fn start(stack: Stack, spawn: &Spawn, stdio: [&OwnedFd; 3], more: &[OwnedFd]
         cwd: CString::new(spawn.cwd.as_slice()).map_err(|_| INVALID)?,
         inherits: stdio.into_iter().chain(more).map(AsRawFd::as_raw_fd).collect(),
         user: spawn.uid.zip(spawn.gid),
-        oom_score: oom_score.map(CStr::to_owned),
         failed: None,
     };
-    if oom_score.is_some() {
-        // Whoever shares memory with others and sets its score sets theirs, unless they sleep until it execs.
-        let (mut stack, mut plan) = (stack, plan);
-        let cloned = |errno| NotStarted { step: Step::Clone, errno };
-        // SAFETY: the child is `child`, which follows the rules of one.
-        let begun = unsafe { stack.start(child, &mut plan, |plan| plan.failed, cloned) }?;
-        return Ok(Running::Begun { pid: begun.pid, stack });
-    }
     // SAFETY: the child is `child`, which follows the rules of one.
     let beside = unsafe { Beside::start(stack, child, plan) };
-    beside.map(Running::Beside).map_err(|errno| NotStarted { step: Step::Clone, errno })
+    beside.map(Running).map_err(|errno| NotStarted { step: Step::Clone, errno })
 }
 
 /// The files to try, in order.
@@ -177,13 +145,6 @@ unsafe fn become_the_task(plan: &Plan) -> (Step, c_int) {
         for (fd, target) in plan.inherits.iter().zip(0..) {
             if libc::dup2(*fd, target) < 0 {
                 return (Step::Streams, errno());
-            }
-        }
-        if let Some(score) = &plan.oom_score {
-            let file = libc::open(OOM_SCORE.as_ptr(), libc::O_WRONLY | libc::O_CLOEXEC);
-            let text = score.as_bytes();
-            if file < 0 || libc::write(file, text.as_ptr().cast(), text.len()) < 0 {
-                return (Step::Memory, errno());
             }
         }
         if let Some((uid, gid)) = plan.user {

@@ -79,9 +79,6 @@ pub struct Spawn {
     /// The command is an OCI runtime's, for a task in this container.
     #[n(6)]
     pub container: Option<Container>,
-    /// Is its memory limited? Then the kernel must not take the shim in its place.
-    #[n(7)]
-    pub limited: bool,
 }
 
 /// A container to put together before its runtime is started.
@@ -169,9 +166,6 @@ pub enum Step {
     /// Running the program.
     #[n(6)]
     Exec,
-    /// Giving up the shim's safety from the kernel's search for memory.
-    #[n(7)]
-    Memory,
 }
 
 /// How a command ended.

@@ -4,7 +4,6 @@
 //! is there from its first instruction, and it is the reaper of its descendants, so that what a task leaves behind (also a daemon
 //! that changed its session) becomes its child and is killed. Blocking, one thread, no runtime. Does not own deadlines or policy.
 
-use std::ffi::CString;
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -25,10 +24,6 @@ use super::zygote::IGNORED;
 const KILL_TIME: Duration = Duration::from_secs(5);
 /// How often killing is done again while it doesn't help.
 const KILL_EVERY: Duration = Duration::from_secs(1);
-/// [`child::OOM_SCORE`], for those who allocate.
-const OOM_SCORE_FILE: &str = "/proc/self/oom_score_adj";
-/// The score of whoever the kernel never kills for memory.
-const NEVER: &[u8] = b"-1000";
 /// Longest pause between two rounds of killing: strays are few and die within a millisecond or two.
 const KILL_PAUSE_MAX: Duration = Duration::from_millis(20);
 
@@ -51,10 +46,6 @@ pub struct Shim {
     oom_seen: u64,
     /// Kept from one command to the next.
     stack: Option<Stack>,
-    /// What commands have for the kernel's search for memory: what the shim had when it began.
-    oom_score: CString,
-    /// Has the shim another one, so that it is never chosen?
-    safe: bool,
 }
 
 impl Shim {
@@ -75,8 +66,6 @@ impl Shim {
             oom_file: make.oom_file.as_ref().map(File::open).transpose()?,
             oom_seen: 0,
             stack: None,
-            oom_score: CString::new(std::fs::read(OOM_SCORE_FILE).unwrap_or_default().trim_ascii())?,
-            safe: false,
         };
         shim.oom_seen = shim.oom_kills();
         Ok(shim)
@@ -136,21 +125,15 @@ impl Shim {
             return Err(NotStarted { step: Step::Streams, errno: libc::EBADF });
         };
         let stdin = rest.first().unwrap_or(&self.null);
-        if spawn.limited != self.safe {
-            let score = if spawn.limited { NEVER } else { self.oom_score.as_bytes() };
-            // Without the right to it the kernel may take the shim, which the worker then hears of.
-            self.safe = spawn.limited == std::fs::write(OOM_SCORE_FILE, score).is_ok();
-        }
-        let score = self.safe.then_some(self.oom_score.as_c_str());
         let stack = self.stack.take().unwrap_or_else(Stack::new);
         let Some(root) = root else {
-            return Ok(Watched { running: child::start(stack, &spawn, [stdin, stdout, stderr], &[], score)?, behind: None });
+            return Ok(Watched { running: child::start(stack, &spawn, [stdin, stdout, stderr], &[])?, behind: None });
         };
         let streams = |e: io::Error| NotStarted { step: Step::Streams, errno: e.raw_os_error().unwrap_or(libc::EIO) };
         let (behind, inherits) = root.descriptors([stdin, stdout, stderr]).map_err(streams)?;
         let running = match &behind.log {
-            Some(log) => child::start(stack, &spawn, [&self.null, log, log], &inherits, score)?,
-            None => child::start(stack, &spawn, [stdin, stdout, stderr], &inherits, score)?,
+            Some(log) => child::start(stack, &spawn, [&self.null, log, log], &inherits)?,
+            None => child::start(stack, &spawn, [stdin, stdout, stderr], &inherits)?,
         };
         Ok(Watched { running, behind: Some(behind) })
     }

@@ -19,7 +19,6 @@ fn command(list: &[&str]) -> Spawn {
         uid: None,
         gid: None,
         container: None,
-        limited: false,
     }
 }
 
@@ -244,26 +243,4 @@ async fn orphans_that_end_are_reaped_while_their_task_runs() {
         awk -v p=$(awk '/^PPid/{print $2}' /proc/$$/status) '{ sub(/.*\\) /, \"\"); if ($1 == \"Z\" && $2 == p) n++ } END { print n + 0 }'";
     let (reply, out, err) = run(&shim, command(&["sh", "-c", script]), None).await;
     assert_eq!((exited(reply).code, out.trim(), err.as_str()), (Some(0), "0", ""));
-}
-
-/// Its own lines of /proc, as it began: nothing of what keeps its shim safe from the kernel's search for memory.
-#[tokio::test]
-async fn a_limited_command_can_be_chosen_by_the_kernel_and_its_shim_can_not() {
-    if !rustix::process::geteuid().is_root() {
-        eprintln!("skipped: only root may keep a process from being chosen");
-        return;
-    }
-    let (_spawner, shim) = shim().await;
-    let ours = std::fs::read_to_string("/proc/self/oom_score_adj").expect("read");
-    let script = "cat /proc/self/oom_score_adj /proc/$PPID/oom_score_adj";
-    for limited in [false, true, true, false] {
-        let spawn = Spawn { limited, ..command(&["sh", "-c", script]) };
-        let (reply, out, _) = run(&shim, spawn, None).await;
-        assert_eq!(exited(reply).code, Some(0));
-        let shims = if limited { "-1000\n" } else { &ours };
-        assert_eq!(out, format!("{ours}{shims}"), "limited: {limited}");
-        let missing = Spawn { limited, ..command(&["/no/such/program"]) };
-        let (reply, ..) = run(&shim, missing, None).await;
-        assert_eq!(reply, Reply::NotStarted { step: Step::Exec, errno: libc::ENOENT });
-    }
 }

@@ -30,7 +30,7 @@ use crate::persist::{self, Kept, PersistError, persist};
 use crate::ports::{Bus, Objects};
 use crate::prepare::{Prepared, prepare};
 use crate::reclaim::reclaim;
-use crate::restore::restore;
+use crate::restore::{RestoreError, restore};
 use crate::runtime::Exit;
 use crate::runtime::tiers::Tiers;
 use crate::stop::StopSignal;
@@ -190,22 +190,7 @@ impl<B: Bus, O: Objects> Executor<B, O> {
                 return stopped();
             }
         };
-        let mut stages = self.machine.stages(&prepared);
-        let restored = {
-            let mut restoring = std::pin::pin!(restore(&mut self.machine, &prepared).instrument(tracing::debug_span!("restore")));
-            loop {
-                tokio::select! {
-                    biased;
-                    _ = self.stop.next() => break None,
-                    restored = &mut restoring => break Some(restored),
-                    stage = next_stage(&mut stages) => {
-                        let progress = Progress::Template(stage);
-                        // A driver that is gone is noticed at the end.
-                        let _ = self.shared.events.send(Input::Progress { slot: self.slot, name: *name, progress }).await;
-                    }
-                }
-            }
-        };
+        let restored = self.restored(name, &prepared).await;
         self.laps.end(Stage::Restore);
         match restored {
             Some(Ok(())) => {}
@@ -252,6 +237,24 @@ impl<B: Bus, O: Objects> Executor<B, O> {
             Err(full) => excused(outcome, Some(&full)),
             Ok(()) if disk_failed => excused(outcome, None),
             Ok(()) => outcome,
+        }
+    }
+
+    /// Makes the machine ready, and tells what its template needs meanwhile. None: the attempt is to end.
+    async fn restored(&mut self, name: &AttemptName, prepared: &Prepared) -> Option<Result<(), RestoreError>> {
+        let mut stages = self.machine.stages(prepared);
+        let mut restoring = std::pin::pin!(restore(&mut self.machine, prepared).instrument(tracing::debug_span!("restore")));
+        loop {
+            tokio::select! {
+                biased;
+                _ = self.stop.next() => return None,
+                restored = &mut restoring => return Some(restored),
+                stage = next_stage(&mut stages) => {
+                    let progress = Progress::Template(stage);
+                    // A driver that is gone is noticed at the end.
+                    let _ = self.shared.events.send(Input::Progress { slot: self.slot, name: *name, progress }).await;
+                }
+            }
         }
     }
 

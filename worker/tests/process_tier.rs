@@ -354,10 +354,13 @@ async fn drain_finishes_what_runs_and_stop_does_not_wait() {
     assert_eq!(endings, vec![(0, Ending::Succeeded), (1, Ending::Returned), (2, Ending::Returned)]);
 
     let mut w = World::start(|_| {}).await;
-    let (job, _) = w.job(r#"{"count":1}"#, &task(r#""command":"trap '' TERM; sleep 100""#));
+    let (job, _) = w.job(r#"{"count":1}"#, &task(r#""command":"trap '' TERM; echo > /tmp/volley-stop-$VOLLEY_JOB-test; sleep 100""#));
     let (_, order) = w.bundle(job, 0, 1);
     w.order(vec![order]).await;
-    w.until("it runs", |w| w.handle.status().running == 1).await;
+    // One that is still made ready would be handed back.
+    let file = PathBuf::from(format!("/tmp/volley-stop-{job}-test"));
+    w.until("it runs", |_| file.exists()).await;
+    std::fs::remove_file(&file).unwrap();
     let begin = Instant::now();
     w.handle.drain();
     w.handle.stop();

@@ -13,7 +13,7 @@ const LINE_CHARS: usize = 60;
 
 /// The verbs, by what somebody wants.
 const GROUPS: [(&str, &[&str]); 6] = [
-    ("Start a cluster", &["up", "coordinator", "worker", "image", "log"]),
+    ("Start a cluster", &["up", "coordinator", "worker", "image", "template", "log"]),
     ("Submit", &["run", "submit", "plan", "upload"]),
     ("Look", &["jobs", "job", "tasks", "task", "explain", "logs", "results", "outputs"]),
     ("Control", &["wait", "cancel", "pause", "resume", "rerun", "rm"]),
@@ -28,7 +28,7 @@ const EXAMPLES: &[(&str, &str)] = &[
     ("worker", "volley worker --nats nats://nats:4222 --s3-bucket volley --work-dir /var/lib/volley/w"),
     (
         "template",
-        "volley template ls --s3-bucket volley --template-keys /etc/volley/template.keys\nvolley template show 3fa9\nvolley template rm 3fa9",
+        "volley template --s3-bucket volley ls --template-keys /etc/volley/template.keys\nvolley template --s3-bucket volley rm 3fa9",
     ),
     ("image", "volley image import python:3.12\nvolley image import dir:/srv/rootfs\nvolley image ls"),
     (
@@ -66,10 +66,10 @@ const EXAMPLES: &[(&str, &str)] = &[
     ("token create", "volley token create --tenant red"),
     ("token ls", "volley token ls"),
     ("token revoke", "volley token revoke 0123456789abcdef"),
-    ("template ls", "volley template ls --tenant nightly\nvolley template ls -o json"),
-    ("template show", "volley template show 3fa9"),
-    ("template rm", "volley template rm 3fa9"),
-    ("template sweep", "volley template sweep --tenant nightly"),
+    ("template ls", "volley template --s3-bucket volley ls --tenant nightly"),
+    ("template show", "volley template --s3-bucket volley show 3fa9"),
+    ("template rm", "volley template --s3-bucket volley rm 3fa9"),
+    ("template sweep", "volley template --s3-bucket volley sweep --tenant nightly"),
     ("image import", "volley image import python:3.12\nvolley image import dir:/srv/rootfs --name tools"),
     ("image ls", "volley image ls -o json"),
     ("image rm", "volley image rm tools"),

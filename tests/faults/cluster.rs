@@ -201,7 +201,13 @@ impl Cluster {
     /// Everything that must hold of a job whose tasks can't fail: all succeeded, each index exactly one row, from every coordinator.
     pub async fn all_succeeded(&self, job: JobId, total: u32) {
         let view = self.wait(job, Duration::from_secs(10)).await;
-        assert_eq!(view.state, JobState::Succeeded, "{view:?}\n{}", self.logs(20));
+        if view.state != JobState::Succeeded {
+            let (mut failed, mut results) = (Vec::new(), self.client.results(job, ResultsQuery::now()));
+            while let Some(Ok(row)) = results.next().await {
+                failed.extend(row.class.is_some().then_some(row));
+            }
+            panic!("{view:?}\nfailed: {failed:#?}\n{}", self.logs(20));
+        }
         assert_eq!((view.tasks.total, view.tasks.succeeded), (total, total), "{view:?}");
         for endpoint in &self.endpoints {
             let client = Client::new(Config::new(vec![endpoint.clone()], Some(self.token.clone()))).expect("a client");

@@ -2,33 +2,32 @@
 //!
 //! Owns what a task inherits: own session, default signals, none of them blocked, three descriptors, a directory, a user, death with its shim. Runs in a
 //! child that shares its parent's memory until it execs, so it allocates nothing and calls nothing but the system.
-//!
-//! The shim does not sleep until then (`stack`). So why a command never ran is known when its end is. Until the exec the two share the C
-//! library's `errno` as well; a shim that is told to end the command meanwhile may spoil the error number of one that fails by itself.
 
 use std::ffi::{CString, c_char, c_int, c_void};
 use std::os::fd::{AsRawFd, OwnedFd};
 
 use super::proto::{Spawn, Step};
-use super::stack::{Beside, Stack};
+use super::stack::Stack;
 use super::zygote::IGNORED;
 
 /// Where further descriptors are kept before they are placed: above every place they may get.
 pub const HIGH: c_int = 64;
 
-/// A command that runs, or is about to.
-pub struct Running(Beside<Plan>);
+/// A command that runs.
+pub struct Running {
+    pid: libc::pid_t,
+    stack: Stack,
+}
 
 impl Running {
     /// Its process id, which is also its session and process group.
     pub fn pid(&self) -> libc::pid_t {
-        self.0.pid
+        self.pid
     }
 
-    /// Takes back what the child ran on, and why it never became the command. Only for a child whose end was waited for.
-    pub fn end(self) -> (Stack, Option<NotStarted>) {
-        let (stack, plan) = self.0.end();
-        (stack, plan.failed)
+    /// Takes back what it began on.
+    pub fn end(self) -> Stack {
+        self.stack
     }
 }
 
@@ -86,8 +85,8 @@ impl Strings {
 const INVALID: NotStarted = NotStarted { step: Step::Request, errno: libc::EINVAL };
 
 /// Starts a command with these standard streams (stdin, stdout, stderr), and more descriptors behind them, which are [`HIGH`] or above.
-pub fn start(stack: Stack, spawn: &Spawn, stdio: [&OwnedFd; 3], more: &[OwnedFd]) -> Result<Running, NotStarted> {
-    let plan = Plan {
+pub fn start(mut stack: Stack, spawn: &Spawn, stdio: [&OwnedFd; 3], more: &[OwnedFd]) -> Result<Running, NotStarted> {
+    let mut plan = Plan {
         programs: programs(spawn).ok_or(INVALID)?,
         argv: Strings::new(&spawn.argv)?,
         env: Strings::new(&spawn.env)?,
@@ -96,9 +95,10 @@ pub fn start(stack: Stack, spawn: &Spawn, stdio: [&OwnedFd; 3], more: &[OwnedFd]
         user: spawn.uid.zip(spawn.gid),
         failed: None,
     };
+    let cloned = |errno| NotStarted { step: Step::Clone, errno };
     // SAFETY: the child is `child`, which follows the rules of one.
-    let beside = unsafe { Beside::start(stack, child, plan) };
-    beside.map(Running).map_err(|errno| NotStarted { step: Step::Clone, errno })
+    let begun = unsafe { stack.start(child, &mut plan, |plan| plan.failed, cloned) }?;
+    Ok(Running { pid: begun.pid, stack })
 }
 
 /// The files to try, in order.
@@ -116,7 +116,7 @@ fn programs(spawn: &Spawn) -> Option<Vec<CString>> {
 }
 
 extern "C" fn child(arg: *mut c_void) -> c_int {
-    // SAFETY: `arg` is the plan, which is ours alone until we end.
+    // SAFETY: `arg` is the plan on our suspended parent's stack; only we touch it now.
     let plan = unsafe { &mut *arg.cast::<Plan>() };
     // SAFETY: system calls on memory that outlives them.
     let (step, errno) = unsafe { become_the_task(plan) };

@@ -142,11 +142,7 @@ impl Shim {
     fn end(&mut self, Watched { running, behind }: Watched, exited: Exited) -> Reply {
         let exited = self.with_oom(exited);
         if !exited.stuck {
-            let (stack, failed) = running.end();
-            self.stack = Some(stack);
-            if let Some(NotStarted { step, errno }) = failed {
-                return Reply::NotStarted { step, errno };
-            }
+            self.stack = Some(running.end());
         }
         match behind {
             None => Reply::Exited(exited),

@@ -1,13 +1,12 @@
 //! Starting a child that borrows its parent's memory until it execs, so that nothing is copied however large the parent is.
 //!
-//! In two ways: the parent sleeps until then, as after a vfork, or goes on and waits once for the end. Going to sleep twice for each command,
-//! first until it execs and then until it ends, costs as much as all that is done for it.
+//! The parent sleeps until then, as after a vfork. Without that the two run at once and share the C library's `errno`: one command in some
+//! 100,000 was told not to be executable for an error that was its shim's.
 //!
 //! Owns the clone and the memory that the child runs on. Does not own what the child does (`child`, and that of `vmm/spawner`).
 
 use std::cell::UnsafeCell;
 use std::ffi::{c_int, c_void};
-use std::mem::ManuallyDrop;
 use std::os::fd::{FromRawFd, OwnedFd};
 
 /// Stack of a child until it execs, in bytes; its frames are a few hundred.
@@ -74,44 +73,4 @@ impl Stack {
 
 fn last_errno() -> i32 {
     std::io::Error::last_os_error().raw_os_error().unwrap_or(0)
-}
-
-/// A child that began beside its parent, which did not sleep.
-pub struct Beside<T> {
-    /// Its process id; also its session and process group, once it has made them.
-    pub pid: libc::pid_t,
-    /// What it has of ours. Never freed while it may use that, and when this is dropped nobody knows.
-    shared: ManuallyDrop<Box<Shared<T>>>,
-}
-
-struct Shared<T> {
-    stack: Stack,
-    plan: UnsafeCell<T>,
-}
-
-impl<T> Beside<T> {
-    /// Runs `child` with `plan` in a new process.
-    ///
-    /// # Errors
-    /// The system's error number.
-    ///
-    /// # Safety
-    /// As for [`Stack::start`]; and what `child` calls must not mind that its parent runs.
-    pub unsafe fn start(stack: Stack, child: extern "C" fn(*mut c_void) -> c_int, plan: T) -> Result<Self, i32> {
-        let shared = ManuallyDrop::new(Box::new(Shared { stack, plan: UnsafeCell::new(plan) }));
-        // SAFETY: stack and plan are the child's alone until `end`; for the child the caller has answered.
-        let pid = unsafe { libc::clone(child, shared.stack.top(), libc::CLONE_VM | libc::SIGCHLD, shared.plan.get().cast()) };
-        if pid < 0 {
-            let errno = last_errno();
-            drop(ManuallyDrop::into_inner(shared));
-            return Err(errno);
-        }
-        Ok(Self { pid, shared })
-    }
-
-    /// Takes back what it had. Only for a child whose end was waited for.
-    pub fn end(self) -> (Stack, T) {
-        let Shared { stack, plan } = *ManuallyDrop::into_inner(self.shared);
-        (stack, plan.into_inner())
-    }
 }

@@ -1,7 +1,7 @@
 //! Starting a child that borrows its parent's memory until it execs, so that nothing is copied however large the parent is.
 //!
-//! The parent sleeps until then, as after a vfork. Without that the two run at once and share the C library's `errno`: one command in some
-//! 100,000 was told not to be executable for an error that was its shim's.
+//! The parent sleeps until then, as after a vfork. Without that the two run at once and share the C library's `errno`: a command was told
+//! not to be executable for an error that was its shim's.
 //!
 //! Owns the clone and the memory that the child runs on. Does not own what the child does (`child`, and that of `vmm/spawner`).
 

@@ -13,24 +13,6 @@ use super::zygote::IGNORED;
 /// Where further descriptors are kept before they are placed: above every place they may get.
 pub const HIGH: c_int = 64;
 
-/// A command that runs.
-pub struct Running {
-    pid: libc::pid_t,
-    stack: Stack,
-}
-
-impl Running {
-    /// Its process id, which is also its session and process group.
-    pub fn pid(&self) -> libc::pid_t {
-        self.pid
-    }
-
-    /// Takes back what it began on.
-    pub fn end(self) -> Stack {
-        self.stack
-    }
-}
-
 /// Why it doesn't run.
 #[derive(Debug, Clone, Copy)]
 pub struct NotStarted {
@@ -85,7 +67,8 @@ impl Strings {
 const INVALID: NotStarted = NotStarted { step: Step::Request, errno: libc::EINVAL };
 
 /// Starts a command with these standard streams (stdin, stdout, stderr), and more descriptors behind them, which are [`HIGH`] or above.
-pub fn start(mut stack: Stack, spawn: &Spawn, stdio: [&OwnedFd; 3], more: &[OwnedFd]) -> Result<Running, NotStarted> {
+/// Gives its process id, which is also its session and process group.
+pub fn start(stack: &mut Stack, spawn: &Spawn, stdio: [&OwnedFd; 3], more: &[OwnedFd]) -> Result<libc::pid_t, NotStarted> {
     let mut plan = Plan {
         programs: programs(spawn).ok_or(INVALID)?,
         argv: Strings::new(&spawn.argv)?,
@@ -97,8 +80,7 @@ pub fn start(mut stack: Stack, spawn: &Spawn, stdio: [&OwnedFd; 3], more: &[Owne
     };
     let cloned = |errno| NotStarted { step: Step::Clone, errno };
     // SAFETY: the child is `child`, which follows the rules of one.
-    let begun = unsafe { stack.start(child, &mut plan, |plan| plan.failed, cloned) }?;
-    Ok(Running { pid: begun.pid, stack })
+    unsafe { stack.start(child, &mut plan, |plan| plan.failed, cloned) }
 }
 
 /// The files to try, in order.

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags};
 
-use super::child::{self, NotStarted, Running};
+use super::child::{self, NotStarted};
 use super::container::{self, Behind};
 use super::packet;
 use super::proto::{Exited, MakeShim, PACKET_BYTES_MAX, REQUEST_BYTES_MAX, Reply, Request, Spawn, Step};
@@ -29,7 +29,8 @@ const KILL_PAUSE_MAX: Duration = Duration::from_millis(20);
 
 /// A command, or the runtime that it stands behind.
 struct Watched {
-    running: Running,
+    /// Its process id, session and process group.
+    pid: libc::pid_t,
     behind: Option<Behind>,
 }
 
@@ -45,7 +46,7 @@ pub struct Shim {
     /// Tasks killed for memory as last read; between two commands nothing of ours runs that could add to them.
     oom_seen: u64,
     /// Kept from one command to the next.
-    stack: Option<Stack>,
+    stack: Stack,
 }
 
 impl Shim {
@@ -65,7 +66,7 @@ impl Shim {
             procs: make.join.first().cloned(),
             oom_file: make.oom_file.as_ref().map(File::open).transpose()?,
             oom_seen: 0,
-            stack: None,
+            stack: Stack::new(),
         };
         shim.oom_seen = shim.oom_kills();
         Ok(shim)
@@ -125,26 +126,23 @@ impl Shim {
             return Err(NotStarted { step: Step::Streams, errno: libc::EBADF });
         };
         let stdin = rest.first().unwrap_or(&self.null);
-        let stack = self.stack.take().unwrap_or_else(Stack::new);
+        let stack = &mut self.stack;
         let Some(root) = root else {
-            return Ok(Watched { running: child::start(stack, &spawn, [stdin, stdout, stderr], &[])?, behind: None });
+            return Ok(Watched { pid: child::start(stack, &spawn, [stdin, stdout, stderr], &[])?, behind: None });
         };
         let streams = |e: io::Error| NotStarted { step: Step::Streams, errno: e.raw_os_error().unwrap_or(libc::EIO) };
         let (behind, inherits) = root.descriptors([stdin, stdout, stderr]).map_err(streams)?;
-        let running = match &behind.log {
+        let pid = match &behind.log {
             Some(log) => child::start(stack, &spawn, [&self.null, log, log], &inherits)?,
             None => child::start(stack, &spawn, [stdin, stdout, stderr], &inherits)?,
         };
-        Ok(Watched { running, behind: Some(behind) })
+        Ok(Watched { pid, behind: Some(behind) })
     }
 
     /// What is answered of a command that ended.
-    fn end(&mut self, Watched { running, behind }: Watched, exited: Exited) -> Reply {
+    fn end(&mut self, watched: Watched, exited: Exited) -> Reply {
         let exited = self.with_oom(exited);
-        if !exited.stuck {
-            self.stack = Some(running.end());
-        }
-        match behind {
+        match watched.behind {
             None => Reply::Exited(exited),
             Some(behind) => behind.end(exited),
         }
@@ -152,7 +150,6 @@ impl Shim {
 
     /// Waits for the end, and obeys meanwhile. `None`: the worker is gone, and everything was killed.
     fn watch(&self, watched: &Watched, buffer: &mut [u8]) -> Option<Exited> {
-        let running = &watched.running;
         let mut gone = false;
         // When killing, once it was asked for, is done again.
         let mut again: Option<Instant> = None;
@@ -174,11 +171,11 @@ impl Shim {
             if ended {
                 // Whose doesn't matter: several ends may be told of as one, and one of another time may be left.
                 let _ = rustix::io::read(&self.ends, &mut [0; size_of::<libc::signalfd_siginfo>()]);
-                if let Some(exited) = self.reap(running, &mut orphans) {
+                if let Some(exited) = self.reap(watched.pid, &mut orphans) {
                     return Some(exited);
                 }
                 // Orphans that end while their task runs, so that they don't fill its process limit.
-                reap_orphans(running.pid(), &mut orphans);
+                reap_orphans(watched.pid, &mut orphans);
             }
             if spoken {
                 match self.hear(buffer) {
@@ -204,23 +201,23 @@ impl Shim {
     }
 
     /// `all`: also a runtime that the command stands behind, and is told of its end by it.
-    fn signal(&self, Watched { running, behind }: &Watched, signal: libc::c_int, all: bool) {
+    fn signal(&self, &Watched { pid: command, ref behind }: &Watched, signal: libc::c_int, all: bool) {
         let spared = behind.is_some() && !all;
         if !spared {
             // SAFETY: plain system calls. The process was not waited for, so its number is still its own.
             unsafe {
-                if libc::kill(-running.pid(), signal) < 0 {
+                if libc::kill(-command, signal) < 0 {
                     // It has no group of its own yet.
-                    libc::kill(running.pid(), signal);
+                    libc::kill(command, signal);
                 }
             }
         }
         for pid in tree::others(self.procs.as_deref()) {
-            if spared && pid == running.pid() {
+            if spared && pid == command {
                 continue;
             }
             // Those of its group have it already; TERM twice is harmless, and KILL is KILL.
-            if signal == libc::SIGKILL || tree::group_of(pid) != Some(running.pid()) {
+            if signal == libc::SIGKILL || tree::group_of(pid) != Some(command) {
                 // SAFETY: as above; a process that ended in between and whose number was given away again is a risk of
                 // microseconds that every tool which signals by number takes.
                 unsafe {
@@ -231,8 +228,8 @@ impl Shim {
     }
 
     /// Takes the command's end, if it has ended, and that of everything it left. `orphans` holds what those used that were reaped already.
-    fn reap(&self, running: &Running, orphans: &mut Exited) -> Option<Exited> {
-        let (_, status) = wait(running.pid(), libc::WNOHANG, orphans).filter(|(pid, _)| *pid > 0)?;
+    fn reap(&self, command: libc::pid_t, orphans: &mut Exited) -> Option<Exited> {
+        let (_, status) = wait(command, libc::WNOHANG, orphans).filter(|(pid, _)| *pid > 0)?;
         let mut exited = *orphans;
         if libc::WIFSIGNALED(status) {
             exited.signal = Some(libc::WTERMSIG(status));

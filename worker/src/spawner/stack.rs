@@ -5,37 +5,22 @@
 //!
 //! Owns the clone and the memory that the child runs on. Does not own what the child does (`child`, and that of `vmm/spawner`).
 
-use std::cell::UnsafeCell;
 use std::ffi::{c_int, c_void};
-use std::os::fd::{FromRawFd, OwnedFd};
 
 /// Stack of a child until it execs, in bytes; its frames are a few hundred.
 const STACK_BYTES: usize = 64 * 1024;
 
-/// A process that runs.
-pub struct Running {
-    /// Its process id, in the starter's namespace; also its session and process group.
-    pub pid: libc::pid_t,
-    /// Becomes readable when it ends.
-    pub pidfd: OwnedFd,
-}
-
 /// Memory that children run on, kept from one start to the next.
-pub struct Stack(Vec<UnsafeCell<u128>>);
+pub struct Stack(Vec<u128>);
 
 impl Stack {
     /// Takes the memory.
     pub fn new() -> Self {
-        Self(std::iter::repeat_with(|| UnsafeCell::new(0)).take(STACK_BYTES / size_of::<u128>()).collect())
-    }
-
-    /// Where a child begins: stacks grow downwards.
-    fn top(&self) -> *mut c_void {
-        self.0.as_ptr_range().end.cast_mut().cast()
+        Self(vec![0; STACK_BYTES / size_of::<u128>()])
     }
 
     /// Runs `child` with `plan` in a new process. This one sleeps until that execs or exits.
-    /// `failed` is what the child left in the plan when it did not exec, `not_cloned` what the system's error number means.
+    /// Gives its process id; it has not been waited for. `failed` is what the child left in the plan when it did not exec, `not_cloned` what the system's error number means.
     ///
     /// # Errors
     /// What `failed` or `not_cloned` says.
@@ -49,19 +34,18 @@ impl Stack {
         plan: &mut T,
         failed: impl FnOnce(&mut T) -> Option<F>,
         not_cloned: impl FnOnce(i32) -> F,
-    ) -> Result<Running, F> {
-        let mut pidfd: c_int = -1;
-        let flags = libc::CLONE_VM | libc::CLONE_VFORK | libc::CLONE_PIDFD | libc::SIGCHLD;
+    ) -> Result<libc::pid_t, F> {
+        let flags = libc::CLONE_VM | libc::CLONE_VFORK | libc::SIGCHLD;
+        // Stacks grow downwards.
+        let top = self.0.as_mut_ptr_range().end.cast();
         // SAFETY: stack and plan outlive the child's use of them because VFORK suspends us until it execs or exits; for the child the caller
         // has answered.
-        let pid = unsafe { libc::clone(child, self.top(), flags, (&raw mut *plan).cast(), &raw mut pidfd) };
+        let pid = unsafe { libc::clone(child, top, flags, (&raw mut *plan).cast()) };
         if pid < 0 {
             return Err(not_cloned(last_errno()));
         }
-        // SAFETY: the kernel made the descriptor for us and nobody else owns it.
-        let pidfd = unsafe { OwnedFd::from_raw_fd(pidfd) };
         match failed(plan) {
-            None => Ok(Running { pid, pidfd }),
+            None => Ok(pid),
             Some(why) => {
                 // SAFETY: plain system call; the child has exited, this only takes its status.
                 unsafe { libc::waitpid(pid, std::ptr::null_mut(), 0) };

@@ -7,7 +7,9 @@ use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::os::fd::{AsRawFd, OwnedFd};
 
 use super::proto::Step;
-use crate::spawner::stack::{Running, Stack};
+use rustix::process::{Pid, PidfdFlags, pidfd_open};
+
+use crate::spawner::stack::Stack;
 
 /// Threads and processes of one VMM's user: QEMU has one a processor, some for blocks and a handful else.
 const PROCESSES_MAX: libc::rlim_t = 256;
@@ -18,6 +20,35 @@ pub const HIGH: c_int = 128;
 /// being user 0.
 const CAPABILITY_VERSION: u32 = 0x2008_0522;
 const NO_ROOT: libc::c_ulong = 3;
+
+/// A VMM that runs.
+pub struct Running {
+    /// Its process id, in the spawner's namespace.
+    pub pid: libc::pid_t,
+    /// Becomes readable when it ends.
+    pub pidfd: OwnedFd,
+}
+
+impl Running {
+    /// One that was just started and not waited for. Is killed when the system gives no descriptor for it.
+    ///
+    /// # Errors
+    /// The system's error number.
+    pub fn new(pid: libc::pid_t) -> Result<Self, i32> {
+        let known = Pid::from_raw(pid).ok_or(libc::ESRCH)?;
+        match pidfd_open(known, PidfdFlags::empty()) {
+            Ok(pidfd) => Ok(Self { pid, pidfd }),
+            Err(e) => {
+                // SAFETY: plain system calls on a child that was not waited for.
+                unsafe {
+                    libc::kill(pid, libc::SIGKILL);
+                    libc::waitpid(pid, std::ptr::null_mut(), 0);
+                }
+                Err(e.raw_os_error())
+            }
+        }
+    }
+}
 
 /// What is started.
 pub struct Plan<'a> {
@@ -52,7 +83,8 @@ pub fn start(stack: &mut Stack, plan: &Plan<'_>) -> Result<Running, (Step, i32)>
     let argv = plan.argv.iter().map(|text| text.as_ptr()).chain(std::iter::once(std::ptr::null())).collect();
     let mut prepared = Prepared { plan, argv, failed: None };
     // SAFETY: the child is `child`, which follows the rules of one.
-    unsafe { stack.start(child, &mut prepared, |prepared| prepared.failed, |errno| (Step::Clone, errno)) }
+    let pid = unsafe { stack.start(child, &mut prepared, |prepared| prepared.failed, |errno| (Step::Clone, errno)) }?;
+    Running::new(pid).map_err(|errno| (Step::Clone, errno))
 }
 
 extern "C" fn child(arg: *mut c_void) -> c_int {

@@ -15,11 +15,11 @@ use rustix::event::{PollFd, PollFlags};
 use rustix::mount::UnmountFlags;
 use volley_jobspecs::wire;
 
-use super::child::{self, HIGH, Plan};
+use super::child::{self, HIGH, Plan, Running};
 use super::proto::{Exited, Order, PACKET_BYTES_MAX, Reply, Start, Step, What};
 use super::{Hello, USERS_FIRST, USERS_MAX, view};
 use crate::spawner::packet;
-use crate::spawner::stack::{Running, Stack};
+use crate::spawner::stack::Stack;
 use crate::spawner::zygote::{self, Children};
 use crate::vmm::kvm;
 
@@ -395,12 +395,10 @@ fn probe_kvm() -> Result<Running, (Step, i32)> {
         unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL, 0, 0, 0) };
         exit(kvm::look());
     }
-    let number = || io::Error::last_os_error().raw_os_error().unwrap_or(0);
-    let Some(known) = rustix::process::Pid::from_raw(pid.max(0)) else { return Err((Step::Clone, number())) };
-    match rustix::process::pidfd_open(known, rustix::process::PidfdFlags::empty()) {
-        Ok(pidfd) => Ok(Running { pid, pidfd }),
-        Err(e) => Err((Step::Clone, e.raw_os_error())),
+    if pid < 0 {
+        return Err((Step::Clone, io::Error::last_os_error().raw_os_error().unwrap_or(0)));
     }
+    Running::new(pid).map_err(|errno| (Step::Clone, errno))
 }
 
 fn exit(code: i32) -> ! {

@@ -11,7 +11,7 @@ use serde::Serialize;
 use volley_cli::serve::{ImageArgs, ImageVerb};
 use volley_cli::{Exit, Out};
 use volley_worker::chain;
-use volley_worker::image::find::find;
+use volley_worker::image::find::{FindError, find, name_of};
 use volley_worker::image::{self, ImageNote, ImportError, Limits, Reference, Source, Store};
 
 use crate::failed::{Ended, Failed};
@@ -28,6 +28,9 @@ struct Shown {
     digest: String,
     /// What `task.image` may say, as its name.
     image: String,
+    /// What else it may say.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    also: Vec<String>,
     /// Bytes of its root disk.
     disk_bytes: u64,
     /// Files, directories and links in it.
@@ -53,9 +56,16 @@ pub async fn image(args: ImageArgs, out: Out) -> Ended {
             show(&rows, out)
         }
         ImageVerb::Rm { image } => {
-            let (note, _) = find(&store, &image).map_err(|e| Failed::new(Exit::NotFound, chain(&e)))?;
+            let (note, _) = find(&store, &image).map_err(|e| of_find(&e, &dir))?;
+            let name = name_of(&note, &image).filter(|_| !note.also.is_empty()).map(str::to_owned);
+            if let Some(name) = name {
+                eprintln!("{name} is one of its names, and goes; the image itself stays under the others");
+                let note = image::remove_name(&store, note, name).await.map_err(of_import)?;
+                return show(&[shown(&store, &dir, &note)?], out);
+            }
             let row = shown(&store, &dir, &note)?;
             image::remove(&store, note.digest).await.map_err(of_import)?;
+            eprintln!("removed from {}", dir.display());
             show(&[row], out)
         }
     }
@@ -76,8 +86,23 @@ fn lock(dir: &Path) -> Result<File, Failed> {
     Ok(file)
 }
 
+fn of_find(error: &FindError, dir: &Path) -> Failed {
+    match error {
+        FindError::Missing { text } => {
+            Failed::new(Exit::NotFound, format!("no image is called {text:?} in {}; `volley image ls` lists them", dir.display()))
+        }
+        other => Failed::new(Exit::NotFound, chain(other)),
+    }
+}
+
 /// What an image is called on the command line.
 fn source(text: &str, plain_http: bool) -> Result<Source, Failed> {
+    if let Some(prefix) = prefix_of(text) {
+        let line = format!(
+            "{text} lies here: `volley image import {prefix}{text}` imports it; a registry's image is meant with a tag, {text}:latest"
+        );
+        return Err(Failed::new(Exit::BadSpec, line));
+    }
     Ok(match text.split_once(':') {
         Some(("dir", path)) => Source::Directory(path.into()),
         Some(("tar", path)) => Source::Tarball(path.into()),
@@ -86,6 +111,19 @@ fn source(text: &str, plain_http: bool) -> Result<Source, Failed> {
             _ => Source::Layout { path: rest.into(), name: None },
         },
         _ => Source::Registry { reference: Reference::parse(text).map_err(Failed::arguments)?, plain_http, credentials: None },
+    })
+}
+
+/// What must be written before the path of a file or directory that is there, if it may be meant: it has no prefix, and no tag or digest.
+fn prefix_of(text: &str) -> Option<&'static str> {
+    if text.contains([':', '@']) {
+        return None;
+    }
+    let (path, kind) = (Path::new(text), std::fs::metadata(text).ok()?);
+    Some(match kind.is_dir() {
+        true if path.join("oci-layout").is_file() => "oci:",
+        true => "dir:",
+        false => "tar:",
     })
 }
 
@@ -103,6 +141,7 @@ fn shown(store: &Store, dir: &Path, note: &ImageNote) -> Result<Shown, Failed> {
     Ok(Shown {
         digest: note.digest.to_string(),
         image: note.source.clone(),
+        also: note.also.clone(),
         disk_bytes: totals.map_or(0, |totals| totals.bytes),
         files: totals.map_or(0, |totals| totals.inodes),
     })
@@ -110,9 +149,11 @@ fn shown(store: &Store, dir: &Path, note: &ImageNote) -> Result<Shown, Failed> {
 
 fn show(rows: &[Shown], out: Out) -> Ended {
     let table = || {
-        let lines =
-            rows.iter().map(|row| format!("{}  {:>7} MiB  {:>8} files  {}\n", row.digest, row.disk_bytes >> 20, row.files, row.image));
-        lines.collect()
+        let line = |row: &Shown| {
+            let names = [std::slice::from_ref(&row.image), &row.also].concat().join(", ");
+            format!("{}  {:>7} MiB  {:>8} files  {names}\n", row.digest, row.disk_bytes >> 20, row.files)
+        };
+        rows.iter().map(line).collect()
     };
     out.show(rows, table).map_err(Failed::arguments)
 }
@@ -135,6 +176,9 @@ mod tests {
         assert_eq!(named("oci:/srv/x:1.2"), r#"Ok(Layout { path: "/srv/x", name: Some("1.2") })"#);
         assert_eq!(named("oci:a:b/c"), r#"Ok(Layout { path: "a:b/c", name: None })"#);
         assert!(named("python:3.12").starts_with("Ok(Registry"));
+        let here = tempfile::tempdir().unwrap();
+        let path = here.path().to_str().unwrap();
+        assert!(source(path, false).is_err_and(|failed| failed.line.contains(&format!("import dir:{path}"))));
         assert!(source("Not A Name", false).is_err_and(|failed| failed.exit == Exit::BadSpec));
     }
 }

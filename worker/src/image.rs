@@ -21,7 +21,7 @@ pub mod registry;
 pub mod store;
 pub mod unpack;
 
-pub use import::{ImportError, Limits, Source, import, remove};
+pub use import::{ImportError, Limits, Source, import, remove, remove_name};
 pub use kernel::Kernel;
 pub use reference::Reference;
 pub use store::{ImageNote, Store};

@@ -21,6 +21,9 @@ const GROUPS: [(&str, &[&str]); 6] = [
     ("Other", &["schema", "completions"]),
 ];
 
+/// Verbs that start what goes on until it is told to end.
+const SERVES: [&str; 3] = ["up", "coordinator", "worker"];
+
 /// What to type, by verb.
 const EXAMPLES: &[(&str, &str)] = &[
     ("up", "volley up\nvolley up --dir /srv/volley --slots 8"),
@@ -110,7 +113,7 @@ fn each(command: Command, path: &str) -> Command {
     match EXAMPLES.iter().find(|(verb, _)| *verb == path) {
         Some((_, lines)) => {
             let lines: String = lines.lines().map(|line| format!("\n  {line}")).collect();
-            let serves = GROUPS[0].1.contains(&path);
+            let serves = SERVES.contains(&path);
             let codes = if serves { format!("\n\n{SERVE_EXIT_CODES_HELP}") } else { String::new() };
             command.after_long_help(format!("Examples:{lines}{codes}"))
         }

@@ -48,16 +48,43 @@ pub fn find(store: &Store, text: &str) -> Result<(ImageNote, Digest), FindError>
     Ok((note, root.digest))
 }
 
+/// Which of its names `text` is, if it is one: a registry's name may be written in several ways.
+#[must_use]
+pub fn name_of<'a>(image: &'a ImageNote, text: &str) -> Option<&'a str> {
+    let named = Named::parse(text).ok()?;
+    image.names().find(|name| named.is(name))
+}
+
+/// How an image is named.
+enum Named<'a> {
+    /// By where it lay on a disk.
+    Place(&'a str),
+    /// As in a registry.
+    Registry(Reference),
+}
+
+impl<'a> Named<'a> {
+    fn parse(text: &'a str) -> Result<Self, ReferenceError> {
+        match text.split_once(':') {
+            Some(("dir" | "tar" | "oci", _)) => Ok(Self::Place(text)),
+            _ => Reference::parse(text).map(Self::Registry),
+        }
+    }
+
+    fn is(&self, name: &str) -> bool {
+        match self {
+            Self::Place(place) => name == *place,
+            Self::Registry(reference) => Reference::parse(name).is_ok_and(|name| name == *reference),
+        }
+    }
+}
+
 fn by_name(store: &Store, text: &str) -> Result<ImageNote, FindError> {
     let mut all = store.images().map_err(FindError::Store)?;
-    let reference = match text.split_once(':') {
-        Some(("dir" | "tar" | "oci", _)) => None,
-        _ => Some(Reference::parse(text)?),
-    };
-    all.retain(|image| match &reference {
-        None => image.source == text,
-        Some(Reference { wanted: Wanted::Digest(digest), .. }) => image.digest == *digest,
-        Some(reference) => Reference::parse(&image.source).is_ok_and(|source| source == *reference),
+    let named = Named::parse(text)?;
+    all.retain(|image| match &named {
+        Named::Registry(Reference { wanted: Wanted::Digest(digest), .. }) => image.digest == *digest,
+        named => image.names().any(|name| named.is(name)),
     });
     let count = all.len();
     match (all.pop(), count) {
@@ -85,7 +112,14 @@ mod tests {
             store.make_root(&digest(number), write, |e| e).unwrap();
             let (digest, root) = (digest(number), digest(number));
             store
-                .note_image(&ImageNote { digest, source: source.to_owned(), config: Default::default(), blobs: Vec::new(), root })
+                .note_image(&ImageNote {
+                    digest,
+                    source: source.to_owned(),
+                    also: Vec::new(),
+                    config: Default::default(),
+                    blobs: Vec::new(),
+                    root,
+                })
                 .unwrap();
         }
         let found = |text: &str| find(&store, text).map(|(note, _)| note.digest).map_err(|why| why.to_string());

@@ -187,7 +187,8 @@ pub async fn import(store: &Store, source: Source, name: Option<String>, limits:
             build(&store, &root, &found, &limits)?;
         }
         let blobs = found.config_blob.into_iter().chain(found.layers).collect();
-        let note = ImageNote { digest: found.digest, source: name, config: found.config, blobs, root };
+        let also = other_names(&store, &found.digest, &name).map_err(io_error)?;
+        let note = ImageNote { digest: found.digest, source: name, also, config: found.config, blobs, root };
         store.note_image(&note).map_err(io_error)?;
         take_name(&store, &note).map_err(io_error)?;
         Ok(note)
@@ -195,10 +196,18 @@ pub async fn import(store: &Store, source: Source, name: Option<String>, limits:
     .await
 }
 
-/// A name is the newest image's: an older one that had it is called by its digest from now on.
+/// What an image that is here already is called, besides `name`.
+fn other_names(store: &Store, digest: &Digest, name: &str) -> io::Result<Vec<String>> {
+    let Some(before) = store.images()?.into_iter().find(|image| image.digest == *digest) else { return Ok(Vec::new()) };
+    let nameless = digest.to_string();
+    Ok(before.names().filter(|other| *other != name && *other != nameless).map(str::to_owned).collect())
+}
+
+/// A name is the newest image's: an older one that had no other is called by its digest from now on.
 fn take_name(store: &Store, newest: &ImageNote) -> io::Result<()> {
-    for older in store.images()?.into_iter().filter(|image| image.source == newest.source && image.digest != newest.digest) {
-        store.note_image(&ImageNote { source: older.digest.to_string(), ..older })?;
+    let had_it = |image: &ImageNote| image.digest != newest.digest && image.names().any(|name| name == newest.source);
+    for older in store.images()?.into_iter().filter(had_it) {
+        store.note_image(&older.without_name(&newest.source))?;
     }
     Ok(())
 }
@@ -211,6 +220,21 @@ pub async fn remove(store: &Store, digest: Digest) -> Result<bool, ImportError> 
     let _alone = store.busy.clone().write_owned().await;
     let store = store.clone();
     blocking(move || store.remove(&digest).map_err(|source| ImportError::Store { dir: store.dir().to_owned(), source })).await
+}
+
+/// Takes a name from an image that has others.
+///
+/// # Errors
+/// [`ImportError`].
+pub async fn remove_name(store: &Store, image: ImageNote, name: String) -> Result<ImageNote, ImportError> {
+    let _alone = store.busy.clone().write_owned().await;
+    let store = store.clone();
+    let remove = move || {
+        let image = image.without_name(&name);
+        store.note_image(&image).map_err(|source| ImportError::Store { dir: store.dir().to_owned(), source })?;
+        Ok(image)
+    };
+    blocking(remove).await
 }
 
 async fn blocking<T: Send + 'static>(work: impl FnOnce() -> Result<T, ImportError> + Send + 'static) -> Result<T, ImportError> {

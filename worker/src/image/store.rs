@@ -37,14 +37,34 @@ pub struct RootNote {
 pub struct ImageNote {
     /// Its digest: of its manifest, or for a tarball or directory of what its one layer says.
     pub digest: Digest,
-    /// Where it came from, for people.
+    /// What it is called: where it came from, or the name that it was given.
     pub source: String,
+    /// What else it is called: the same content came from elsewhere too, or was given another name.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub also: Vec<String>,
     /// What its programs start with.
     pub config: Config,
     /// Its blobs, configuration included.
     pub blobs: Vec<Named>,
     /// Its root disk's name in the store.
     pub root: Digest,
+}
+
+impl ImageNote {
+    /// All that it is called.
+    pub fn names(&self) -> impl Iterator<Item = &str> {
+        std::iter::once(&self.source).chain(&self.also).map(String::as_str)
+    }
+
+    /// The same, not called `name` any more. One that has no name is called by its digest.
+    #[must_use]
+    pub fn without_name(mut self, name: &str) -> Self {
+        self.also.retain(|other| other != name);
+        if self.source == name {
+            self.source = if self.also.is_empty() { self.digest.to_string() } else { self.also.remove(0) };
+        }
+        self
+    }
 }
 
 /// A blob that is not what it should be.

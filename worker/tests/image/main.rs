@@ -18,8 +18,9 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use made::{Made, Packing};
+use volley_worker::image::find::{find, name_of};
 use volley_worker::image::oci::Config;
-use volley_worker::image::{ImageNote, Limits, Source, Store, import, remove};
+use volley_worker::image::{ImageNote, Limits, Source, Store, import, remove, remove_name};
 
 /// A program of this machine.
 fn program(name: &str) -> Option<PathBuf> {
@@ -184,6 +185,36 @@ async fn files_of_every_size_and_many_names_come_back() {
     let note = imported(&store, Source::Directory(root.clone())).await;
     let Some(back) = extracted(&store, &note) else { return };
     assert_eq!(listed(&back.path().join("root")), listed(&root));
+}
+
+#[tokio::test]
+async fn one_content_has_as_many_names_as_it_was_given_and_a_name_is_its_newest_contents() {
+    let dir = tempfile::tempdir().unwrap();
+    let root = dir.path().join("root");
+    std::fs::create_dir(&root).unwrap();
+    std::fs::write(root.join("a"), "1").unwrap();
+    let store = Store::open(&dir.path().join("images")).unwrap();
+    let call = async |name: &str| import(&store, Source::Directory(root.clone()), Some(name.to_owned()), Limits::default()).await.unwrap();
+    let found = |text: &str| find(&store, text).ok().map(|(note, _)| note.digest);
+    let one = call("app:1").await;
+    assert_eq!(call("app:stable").await.digest, one.digest);
+    // Once more is nothing new, however it is written.
+    let again = call("app:1").await;
+    assert_eq!(again.names().collect::<Vec<_>>(), ["app:1", "app:stable"]);
+    assert_eq!((found("app:1"), found("docker.io/library/app:stable")), (Some(one.digest.clone()), Some(one.digest.clone())));
+
+    std::fs::write(root.join("a"), "2").unwrap();
+    let two = call("app:stable").await;
+    assert_eq!((found("app:stable"), found("app:1")), (Some(two.digest.clone()), Some(one.digest.clone())));
+    let three = call("app:1").await;
+    assert_eq!((three.digest, found("app:1")), (two.digest.clone(), Some(two.digest.clone())));
+    // It has lost all its names and is there still.
+    assert_eq!(found(&one.digest.to_string()), Some(one.digest.clone()));
+
+    let note = store.image(&two.digest).unwrap().unwrap();
+    let name = name_of(&note, "docker.io/library/app:1").unwrap().to_owned();
+    remove_name(&store, note, name).await.unwrap();
+    assert_eq!((found("app:1"), found("app:stable")), (None, Some(two.digest)));
 }
 
 #[tokio::test]

@@ -39,6 +39,6 @@ fn text(cluster: &ClusterView, endpoint: &str) -> String {
         ("level", cluster.level.to_string()),
         ("log", used),
         ("bucket", cluster.bucket.clone()),
-        ("features", cluster.features.join(", ")),
+        ("accepts", cluster.features.join(", ")),
     ])
 }

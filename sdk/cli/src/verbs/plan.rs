@@ -30,13 +30,18 @@ pub struct Args {
     /// How many tasks of the beginning, and of the end, are shown.
     #[arg(long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u64).range(1..=100))]
     show: u64,
-    /// Asks the cluster, which knows what it can run. It also reads files in S3, and creates nothing.
-    #[arg(long, conflicts_with_all = ["items", "uploads"])]
+    /// Asks the cluster, which knows what it can run. It also reads files in S3, and creates nothing, so local files can't be uploaded.
+    #[arg(long)]
     server: bool,
 }
 
 /// Carries it out.
 pub async fn run(ctx: &Ctx, args: Args) -> Result<Exit, CliError> {
+    if args.server && !(args.spec.items.is_none() && args.spec.uploads.is_empty()) {
+        let why = "--server creates nothing, so it uploads nothing: leave --server out to plan with --items and --upload here, or upload the \
+                   file with `volley upload` and name what that prints in the spec";
+        return Err(CliError::Usage(why.to_owned()));
+    }
     let loaded = args.spec.load()?;
     let name = &loaded.job.spec().name;
     if args.server {

@@ -10,9 +10,10 @@ use rustix::fs::FlockOperation;
 use serde::Serialize;
 use volley_cli::serve::{ImageArgs, ImageVerb};
 use volley_cli::{Exit, Out};
+use volley_jobspecs::image::Reference;
 use volley_worker::chain;
 use volley_worker::image::find::{FindError, find, name_of};
-use volley_worker::image::{self, ImageNote, ImportError, Limits, Reference, Source, Store};
+use volley_worker::image::{self, ImageNote, ImportError, Limits, Source, Store};
 
 use crate::failed::{Ended, Failed};
 use crate::up::default_dir;

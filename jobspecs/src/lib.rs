@@ -10,6 +10,7 @@ mod check;
 pub mod expand;
 pub mod failure;
 pub mod ids;
+pub mod image;
 pub mod keys;
 pub mod machine;
 pub mod observe;

@@ -5,6 +5,7 @@
 
 use std::collections::BTreeMap;
 
+use crate::image::Name;
 use crate::problem::join;
 use crate::spec::{Command, EgressRule, Isolation, NetworkSpec, Resources, SecretMount, TaskSpec, Timeouts, VolumeMount, WarmUpSpec};
 use crate::template::{SubstituteError, Template, TemplateError, Values};
@@ -116,6 +117,9 @@ pub enum TextError {
     /// No digest.
     #[error("not a SHA-256 digest")]
     Digest,
+    /// No name of an image.
+    #[error("it names no image: {0}")]
+    Image(&'static str),
 }
 
 impl TextError {
@@ -131,6 +135,7 @@ impl TextError {
             Self::Relative => "a path from the root, such as /data",
             Self::Source => "s3://bucket/key, http://…, https://…, or upload:ID (upload:NAME with --upload NAME=FILE)",
             Self::Digest => "64 hex digits",
+            Self::Image(_) => "[HOST[:PORT]/]NAME[:TAG][@sha256:DIGEST], sha256:DIGEST, or what `volley image ls` shows",
         }
     }
 }
@@ -248,7 +253,8 @@ pub(crate) fn check_text(kind: Kind, text: &str) -> Result<(), TextError> {
     }
     match kind {
         Kind::Word | Kind::Env | Kind::Stdin => Ok(()),
-        Kind::Image | Kind::VolumeName | Kind::Host | Kind::SecretName | Kind::SecretEnv => {
+        Kind::Image => Name::parse(text).map(drop).map_err(|why| TextError::Image(why.what)),
+        Kind::VolumeName | Kind::Host | Kind::SecretName | Kind::SecretEnv => {
             if text.is_empty() {
                 Err(TextError::Empty)
             } else {

@@ -16,12 +16,10 @@ pub mod layout;
 pub mod merge;
 pub mod oci;
 mod pack;
-pub mod reference;
 pub mod registry;
 pub mod store;
 pub mod unpack;
 
 pub use import::{ImportError, Limits, Source, import, remove, remove_name};
 pub use kernel::Kernel;
-pub use reference::Reference;
 pub use store::{ImageNote, Store};

@@ -4,8 +4,9 @@
 
 use std::io;
 
+use volley_jobspecs::image::{Name, Reference, ReferenceError, Wanted};
+
 use super::oci::Digest;
-use super::reference::{Reference, ReferenceError, Wanted};
 use super::store::{ImageNote, Store};
 
 /// Why there is none.
@@ -40,9 +41,11 @@ pub enum FindError {
 /// [`FindError`].
 pub fn find(store: &Store, text: &str) -> Result<(ImageNote, Digest), FindError> {
     let missing = || FindError::Missing { text: text.to_owned() };
-    let note = match Digest::parse(text) {
-        Some(digest) => store.image(&digest).map_err(FindError::Store)?.ok_or_else(missing)?,
-        None => by_name(store, text)?,
+    let note = match Name::parse(text)? {
+        Name::Digest(digest) | Name::Registry(Reference { wanted: Wanted::Digest(digest), .. }) => {
+            store.image(&digest).map_err(FindError::Store)?.ok_or_else(missing)?
+        }
+        name => by_name(store, text, &name)?,
     };
     let root = store.root_note(&note.root).map_err(FindError::Store)?.ok_or_else(missing)?;
     Ok((note, root.digest))
@@ -51,41 +54,18 @@ pub fn find(store: &Store, text: &str) -> Result<(ImageNote, Digest), FindError>
 /// Which of its names `text` is, if it is one: a registry's name may be written in several ways.
 #[must_use]
 pub fn name_of<'a>(image: &'a ImageNote, text: &str) -> Option<&'a str> {
-    let named = Named::parse(text).ok()?;
-    image.names().find(|name| named.is(name))
+    let name = Name::parse(text).ok()?;
+    image.names().find(|called| is(&name, called))
 }
 
-/// How an image is named.
-enum Named<'a> {
-    /// By where it lay on a disk.
-    Place(&'a str),
-    /// As in a registry.
-    Registry(Reference),
+/// Is what is called `called` also called `name`?
+fn is(name: &Name<'_>, called: &str) -> bool {
+    Name::parse(called).is_ok_and(|called| called == *name)
 }
 
-impl<'a> Named<'a> {
-    fn parse(text: &'a str) -> Result<Self, ReferenceError> {
-        match text.split_once(':') {
-            Some(("dir" | "tar" | "oci", _)) => Ok(Self::Place(text)),
-            _ => Reference::parse(text).map(Self::Registry),
-        }
-    }
-
-    fn is(&self, name: &str) -> bool {
-        match self {
-            Self::Place(place) => name == *place,
-            Self::Registry(reference) => Reference::parse(name).is_ok_and(|name| name == *reference),
-        }
-    }
-}
-
-fn by_name(store: &Store, text: &str) -> Result<ImageNote, FindError> {
+fn by_name(store: &Store, text: &str, name: &Name<'_>) -> Result<ImageNote, FindError> {
     let mut all = store.images().map_err(FindError::Store)?;
-    let named = Named::parse(text)?;
-    all.retain(|image| match &named {
-        Named::Registry(Reference { wanted: Wanted::Digest(digest), .. }) => image.digest == *digest,
-        named => image.names().any(|name| named.is(name)),
-    });
+    all.retain(|image| image.names().any(|called| is(name, called)));
     let count = all.len();
     match (all.pop(), count) {
         (Some(image), 1) => Ok(image),

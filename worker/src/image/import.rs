@@ -12,12 +12,12 @@ use super::erofs::{self, Contents};
 use super::layer::{self, Budget, LayerError};
 use super::layout::{Layout, LayoutError};
 use super::merge::{INODES_MAX, Merge, MergeError};
-use super::oci::{self, Config, DOCUMENT_BYTES_MAX, Digest, Document, DocumentError, Manifest, Named};
+use super::oci::{self, Config, DOCUMENT_BYTES_MAX, Digest, Document, DocumentError, Manifest, Named, digest_of_bytes};
 use super::pack;
-use super::reference::{Reference, Wanted};
 use super::registry::{Credentials, Registry, RegistryError};
 use super::store::{ImageNote, PutError, RootNote, Store};
 use super::unpack::{UNPACKED_BYTES_MAX, UnpackError, Unpacked, unpack};
+use volley_jobspecs::image::{Reference, Wanted};
 
 /// Where an image is.
 #[derive(Debug, Clone)]
@@ -285,7 +285,7 @@ fn from_disk(source: Source, shown: &str, store: &Store) -> Result<Found, Import
         }
         Source::Registry { reference, .. } => return Err(ImportError::Stopped(format!("{} is not on this disk", reference.registry))),
     };
-    let digest = Digest::of_bytes(format!("volley image of one layer {}", layer.digest).as_bytes());
+    let digest = digest_of_bytes(format!("volley image of one layer {}", layer.digest).as_bytes());
     Ok(Found { digest, config: Config::default(), layers: vec![layer], diffs: Vec::new(), config_blob: None })
 }
 

@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 
 use super::entry::{What, parts};
 use super::layer::{self, Budget, LayerError};
-use super::oci::{DOCUMENT_BYTES_MAX, Digest, DocumentError, Named};
+use super::oci::{DOCUMENT_BYTES_MAX, Digest, DocumentError, Named, digest_of_bytes};
 
 /// Most files of an archive: an image has a few dozen, and an archive may hold several.
 const FILES_MAX: u64 = 100_000;
@@ -112,7 +112,7 @@ impl Layout {
     /// [`LayoutError`].
     pub fn document(&self, named: &Named) -> Result<Vec<u8>, LayoutError> {
         let bytes = self.small(&blob_name(&named.digest))?;
-        if Digest::of_bytes(&bytes) != named.digest {
+        if digest_of_bytes(&bytes) != named.digest {
             let source = DocumentError::Bad(format!("{} was damaged", named.digest));
             return Err(LayoutError::Document { path: self.path().to_owned(), source });
         }

@@ -1,13 +1,15 @@
 //! What an image says of itself: digests, manifests, configuration.
 //!
-//! Owns reading those documents, which of several images is taken, and what may stand in a digest. Does not own fetching them
-//! (`layout`, `registry`).
+//! Owns reading those documents, and which of several images is taken. Does not own fetching them (`layout`,
+//! `registry`).
 
 use std::fmt;
 
 use oci_spec::image::{Arch, Descriptor, ImageIndex, ImageManifest, MediaType, Os};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest as _, Sha256};
+
+pub use volley_jobspecs::image::Digest;
 
 /// Largest index, manifest or configuration, in bytes: what the distribution specification asks registries to take.
 pub const DOCUMENT_BYTES_MAX: u64 = 4 << 20;
@@ -19,63 +21,16 @@ pub const ACCEPT: &str = "application/vnd.oci.image.index.v1+json, application/v
 /// How an index names the images in it.
 pub const REF_NAME: &str = "org.opencontainers.image.ref.name";
 
-/// A SHA-256 of bytes, as 64 lower-case hexadecimal digits. Always safe as a file's name.
-#[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
-#[serde(try_from = "String", into = "String")]
-pub struct Digest(String);
-
-impl Digest {
-    /// Reads `sha256:…`.
-    #[must_use]
-    pub fn parse(text: &str) -> Option<Self> {
-        let hex = text.strip_prefix("sha256:")?;
-        let good = hex.len() == 64 && hex.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'));
-        good.then(|| Self(hex.to_owned()))
-    }
-
-    /// Of what was hashed.
-    #[must_use]
-    pub fn of(hash: Sha256) -> Self {
-        Self(hex::encode(hash.finalize()))
-    }
-
-    /// Of bytes.
-    #[must_use]
-    pub fn of_bytes(bytes: &[u8]) -> Self {
-        Self(hex::encode(Sha256::digest(bytes)))
-    }
-
-    /// Its digits.
-    #[must_use]
-    pub fn hex(&self) -> &str {
-        &self.0
-    }
+/// The digest of what was hashed.
+#[must_use]
+pub fn digest_of(hash: Sha256) -> Digest {
+    Digest::from_bytes(&hash.finalize().into())
 }
 
-impl fmt::Display for Digest {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "sha256:{}", self.0)
-    }
-}
-
-impl fmt::Debug for Digest {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        fmt::Display::fmt(self, f)
-    }
-}
-
-impl TryFrom<String> for Digest {
-    type Error = String;
-
-    fn try_from(text: String) -> Result<Self, String> {
-        Self::parse(&text).ok_or_else(|| format!("{text:?} is no digest sha256:…"))
-    }
-}
-
-impl From<Digest> for String {
-    fn from(digest: Digest) -> Self {
-        digest.to_string()
-    }
+/// The digest of bytes.
+#[must_use]
+pub fn digest_of_bytes(bytes: &[u8]) -> Digest {
+    Digest::from_bytes(&Sha256::digest(bytes).into())
 }
 
 /// A blob that an image names.

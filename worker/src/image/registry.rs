@@ -14,10 +14,10 @@ use serde::Deserialize;
 use sha2::{Digest as _, Sha256};
 use tokio::io::{AsyncSeekExt, AsyncWriteExt};
 
-use super::oci::{ACCEPT, DOCUMENT_BYTES_MAX, Digest, DocumentError, Named};
-use super::reference::{Reference, Wanted};
+use super::oci::{ACCEPT, DOCUMENT_BYTES_MAX, Digest, DocumentError, Named, digest_of, digest_of_bytes};
 use super::store::{PutError, Store};
 use crate::error::chain;
+use volley_jobspecs::image::{Reference, Wanted};
 
 /// How long a registry may take to accept a connection.
 const CONNECT_TIME: Duration = Duration::from_secs(10);
@@ -180,7 +180,7 @@ impl Registry {
     async fn document_once(&mut self, url: &str, wanted: Option<&Digest>) -> Result<(Vec<u8>, Digest), RegistryError> {
         let answer = self.get(url, 0).await?;
         let bytes = read_all(answer, DOCUMENT_BYTES_MAX).await.map_err(|why| why.at(url))?;
-        let found = Digest::of_bytes(&bytes);
+        let found = digest_of_bytes(&bytes);
         match wanted {
             Some(wanted) if *wanted != found => {
                 Err(RegistryError::Put { url: url.to_owned(), source: PutError::Digest { wanted: wanted.clone(), found } })
@@ -204,7 +204,7 @@ impl Registry {
             let incoming = store.incoming().map_err(kept)?;
             let mut part = Part { file: incoming.file.try_clone().map_err(kept)?.into(), hash: Sha256::new(), bytes: 0 };
             self.blob_parts(&url, named, &mut part).await?;
-            let (store, named, found) = (store.clone(), named.clone(), Digest::of(part.hash));
+            let (store, named, found) = (store.clone(), named.clone(), digest_of(part.hash));
             // Flushing a large file takes its time.
             let done = tokio::task::spawn_blocking(move || store.keep_blob(incoming, &named, found, part.bytes)).await;
             match done {

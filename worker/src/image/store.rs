@@ -19,7 +19,7 @@ use tokio::sync::RwLock;
 
 use super::erofs::{self, Totals};
 use super::merge::LeftOut;
-use super::oci::{Config, Digest, Named};
+use super::oci::{Config, Digest, Named, digest_of};
 
 /// A root disk that is there: written last, so that a disk without it is none.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -177,7 +177,7 @@ impl Store {
         for layer in layers {
             hash.update(layer.digest.hex());
         }
-        Digest::of(hash)
+        digest_of(hash)
     }
 
     /// Is a blob there?
@@ -239,7 +239,7 @@ impl Store {
         let mut incoming = self.incoming().map_err(io_error)?;
         let mut hashing = Hashing { out: &mut incoming.file, hash: Sha256::new(), bytes: 0 };
         io::copy(&mut from.take(wanted.bytes.saturating_add(1)), &mut hashing).map_err(io_error)?;
-        let (found, bytes) = (Digest::of(hashing.hash), hashing.bytes);
+        let (found, bytes) = (digest_of(hashing.hash), hashing.bytes);
         self.keep_blob(incoming, wanted, found, bytes)
     }
 
@@ -252,7 +252,7 @@ impl Store {
         let mut hashing = Hashing { out: io::BufWriter::new(incoming.file.try_clone()?), hash: Sha256::new(), bytes: 0 };
         write(&mut hashing)?;
         hashing.flush()?;
-        let named = Named { digest: Digest::of(hashing.hash), bytes: hashing.bytes };
+        let named = Named { digest: digest_of(hashing.hash), bytes: hashing.bytes };
         if !self.has_blob(&named)? {
             self.keep(incoming, &self.blob(&named.digest))?;
         }
@@ -289,7 +289,7 @@ impl Store {
         let mut hashing = Hashing { out, hash: Sha256::new(), bytes: 0 };
         let (totals, left_out) = write(&mut hashing)?;
         hashing.flush().map_err(&failed)?;
-        let note = RootNote { totals, digest: Digest::of(hashing.hash), left_out };
+        let note = RootNote { totals, digest: digest_of(hashing.hash), left_out };
         let rest = || {
             // Nobody writes it again.
             rustix::fs::fchmod(&incoming.file, rustix::fs::Mode::from_raw_mode(0o444))?;

@@ -9,7 +9,7 @@ use std::path::Path;
 
 use sha2::{Digest as _, Sha256};
 
-use super::oci::Digest;
+use super::oci::{Digest, digest_of};
 
 /// Most bytes that an image's layers may hold unpacked, together.
 pub const UNPACKED_BYTES_MAX: u64 = 64 << 30;
@@ -95,5 +95,5 @@ fn pour<R: Read>(mut from: R, mut into: File, left: u64, max: u64) -> Result<(Di
         hash.update(piece);
         into.write_all(piece)?;
     }
-    Ok((Digest::of(hash), bytes, into))
+    Ok((digest_of(hash), bytes, into))
 }

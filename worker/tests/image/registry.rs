@@ -7,9 +7,10 @@ use std::process::{Child, Command, Stdio};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+use volley_jobspecs::image::Reference;
 use volley_worker::image::oci::Digest;
 use volley_worker::image::registry::Credentials;
-use volley_worker::image::{ImageNote, ImportError, Limits, Reference, Source, Store, import};
+use volley_worker::image::{ImageNote, ImportError, Limits, Source, Store, import};
 
 use super::made::{Made, Packing, sha256};
 use super::program;

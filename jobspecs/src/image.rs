@@ -1,8 +1,10 @@
-//! Names of images in registries: `[HOST[:PORT]/]REPOSITORY[:TAG][@DIGEST]`, as Docker reads them.
+//! Names of images: in registries `[HOST[:PORT]/]REPOSITORY[:TAG][@DIGEST]`, as Docker reads them; by a digest alone; or by where they lay.
 //!
-//! Owns the grammar and its defaults. Does not own fetching (`registry`).
+//! Owns the grammar and its defaults. Does not own images, or who has which.
 
-use super::oci::Digest;
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
 
 /// Longest name of a repository, in bytes: what registries take.
 const REPOSITORY_BYTES_MAX: usize = 255;
@@ -11,6 +13,84 @@ const TAG_BYTES_MAX: usize = 128;
 /// Docker's own registry, which is meant where none is named, and the host that serves it.
 const DOCKER: &str = "docker.io";
 const DOCKER_HOST: &str = "registry-1.docker.io";
+
+/// A SHA-256 of bytes, as 64 lower-case hexadecimal digits. Always safe as a file's name.
+#[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub struct Digest(String);
+
+impl Digest {
+    /// Reads `sha256:…`.
+    #[must_use]
+    pub fn parse(text: &str) -> Option<Self> {
+        let hex = text.strip_prefix("sha256:")?;
+        let good = hex.len() == 64 && hex.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'));
+        good.then(|| Self(hex.to_owned()))
+    }
+
+    /// Of a hash's bytes.
+    #[must_use]
+    pub fn from_bytes(bytes: &[u8; 32]) -> Self {
+        Self(bytes.iter().map(|byte| format!("{byte:02x}")).collect())
+    }
+
+    /// Its digits.
+    #[must_use]
+    pub fn hex(&self) -> &str {
+        &self.0
+    }
+}
+
+impl fmt::Display for Digest {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "sha256:{}", self.0)
+    }
+}
+
+impl fmt::Debug for Digest {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
+impl TryFrom<String> for Digest {
+    type Error = String;
+
+    fn try_from(text: String) -> Result<Self, String> {
+        Self::parse(&text).ok_or_else(|| format!("{text:?} is no digest sha256:…"))
+    }
+}
+
+impl From<Digest> for String {
+    fn from(digest: Digest) -> Self {
+        digest.to_string()
+    }
+}
+
+/// What a task calls its image.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Name<'a> {
+    /// `sha256:…`.
+    Digest(Digest),
+    /// `dir:…`, `tar:…` or `oci:…`: where it was imported from.
+    Place(&'a str),
+    /// As in a registry.
+    Registry(Reference),
+}
+
+impl<'a> Name<'a> {
+    /// Reads a name.
+    ///
+    /// # Errors
+    /// [`ReferenceError`].
+    pub fn parse(text: &'a str) -> Result<Self, ReferenceError> {
+        match text.split_once(':') {
+            Some(("dir" | "tar" | "oci", path)) if !path.is_empty() => Ok(Self::Place(text)),
+            Some(("sha256", _)) => Digest::parse(text).map(Self::Digest).ok_or_else(|| wrong(text, NO_DIGEST)),
+            _ => Reference::parse(text).map(Self::Registry),
+        }
+    }
+}
 
 /// Which of a repository's images.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -48,9 +128,9 @@ impl Reference {
     /// # Errors
     /// [`ReferenceError`].
     pub fn parse(text: &str) -> Result<Self, ReferenceError> {
-        let wrong = |what| ReferenceError { text: text.to_owned(), what };
+        let wrong = |what| wrong(text, what);
         let (name, digest) = match text.split_once('@') {
-            Some((name, digest)) => (name, Some(Digest::parse(digest).ok_or_else(|| wrong("its digest is not sha256 and 64 digits"))?)),
+            Some((name, digest)) => (name, Some(Digest::parse(digest).ok_or_else(|| wrong(NO_DIGEST))?)),
             None => (text, None),
         };
         let (registry, rest) = match name.split_once('/') {
@@ -89,6 +169,12 @@ impl Reference {
         let host = self.registry.split(':').next().unwrap_or_default();
         host == "localhost" || host.parse::<std::net::Ipv4Addr>().is_ok_and(|address| address.is_loopback())
     }
+}
+
+const NO_DIGEST: &str = "its digest is not sha256: and 64 digits in lower case";
+
+fn wrong(text: &str, what: &'static str) -> ReferenceError {
+    ReferenceError { text: text.to_owned(), what }
 }
 
 fn is_host(text: &str) -> bool {
@@ -137,6 +223,17 @@ mod tests {
         let digest = format!("sha256:{}", "0".repeat(64));
         let pinned = Reference::parse(&format!("ghcr.io/a/b:x@{digest}")).unwrap();
         assert_eq!(pinned.wanted, Wanted::Digest(Digest::parse(&digest).unwrap()));
+    }
+
+    #[test]
+    fn images_are_also_called_by_digests_and_places() {
+        let digest = format!("sha256:{}", "0a".repeat(32));
+        assert_eq!(Name::parse(&digest), Ok(Name::Digest(Digest::from_bytes(&[10; 32]))));
+        assert_eq!(Name::parse("dir:/srv/A b"), Ok(Name::Place("dir:/srv/A b")));
+        assert!(matches!(Name::parse("busybox:1.36"), Ok(Name::Registry(_))));
+        for wrong in ["sha256:1", "dir:", "Not A Name", ""] {
+            assert!(Name::parse(wrong).is_err(), "{wrong}");
+        }
     }
 
     #[test]

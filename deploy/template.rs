@@ -4,7 +4,7 @@
 //! (`volley_worker::template`).
 
 use serde::Serialize;
-use volley_cli::serve::{TemplateArgs, TemplateVerb};
+use volley_cli::serve::{StoredArgs, StoredVerb};
 use volley_cli::{Exit, Out};
 use volley_coordinator::api::views::instant;
 use volley_store::Store;
@@ -86,24 +86,23 @@ struct Gone {
 }
 
 /// Carries it out.
-pub async fn template(args: TemplateArgs, out: Out) -> Ended {
-    let missing = || Failed::new(Exit::NotConfigured, "which keys? --template-keys FILE is the one that the workers share templates with");
-    let keys = Keys::read(&args.template_keys.ok_or_else(missing)?).map_err(|e| Failed::new(Exit::NotConfigured, e.to_string()))?;
+pub async fn template(args: StoredArgs, out: Out) -> Ended {
+    let keys = Keys::read(&args.keys).map_err(|e| Failed::new(Exit::NotConfigured, e.to_string()))?;
     let share = ShareConfig::new(std::path::PathBuf::new());
     let store = Store::connect(&serve::store(args.store)).await.map_err(Failed::unavailable)?;
     let (depot, owner) = (Depot::new(&store, keys, &share.prefix), Owner::Tenant(args.tenant));
     match args.verb {
-        TemplateVerb::Ls => {
+        StoredVerb::Ls => {
             let rows: Vec<Shown> = index::list(&depot, &owner).await.map_err(of_index)?.iter().map(shown).collect();
             out.show(&rows, || table(&rows)).map_err(Failed::arguments)
         }
-        TemplateVerb::Show { name } => {
+        StoredVerb::Show { name } => {
             let manifest = index::show(&depot, &owner, &name).await.map_err(of_index)?;
             let row = Shown { name: manifest.name().to_string(), unusable: None, of: Some(Of::from(&Summary::from(&manifest))) };
             out.show(&row, || page(&row)).map_err(Failed::arguments)
         }
-        TemplateVerb::Rm { name } => gone(index::remove(&depot, &owner, &name).await.map_err(of_index)?, out),
-        TemplateVerb::Sweep => gone(index::sweep(&depot, &owner, index::YOUNG).await.map_err(of_index)?, out),
+        StoredVerb::Rm { name } => gone(index::remove(&depot, &owner, &name).await.map_err(of_index)?, out),
+        StoredVerb::Sweep => gone(index::sweep(&depot, &owner, index::YOUNG).await.map_err(of_index)?, out),
     }
 }
 

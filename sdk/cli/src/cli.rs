@@ -12,7 +12,7 @@ use crate::error::{CliError, failure};
 use crate::exit::Exit;
 use crate::help;
 use crate::out::{Format, Out};
-use crate::serve::{CoordinatorArgs, ImageArgs, LogArgs, TemplateArgs, UpArgs, WorkerArgs};
+use crate::serve::{CoordinatorArgs, ImageArgs, LogArgs, StoredArgs, TemplateArgs, TemplateVerb, UpArgs, WorkerArgs};
 use crate::verbs;
 
 /// Fans one JSON job spec out to thousands of tasks on your own hosts.
@@ -109,8 +109,8 @@ pub enum ServeCommand {
     Log(LogArgs),
     /// `volley image`.
     Image(ImageArgs),
-    /// `volley template`.
-    Template(TemplateArgs),
+    /// `volley template ls|show|rm|sweep`.
+    Template(StoredArgs),
 }
 
 /// What is left to do.
@@ -187,7 +187,13 @@ pub async fn execute(cli: Cli) -> Outcome {
         Verb::Worker(args) => return serve(ServeCommand::Worker(args)),
         Verb::Log(args) => return serve(ServeCommand::Log(args)),
         Verb::Image(args) => return serve(ServeCommand::Image(args)),
-        Verb::Template(args) => return serve(ServeCommand::Template(args)),
+        Verb::Template(args) => match args.verb.clone() {
+            TemplateVerb::Build(args) => verbs::template::build(&ctx, args).await,
+            TemplateVerb::Stored(verb) => match args.stored(verb) {
+                Ok(args) => return serve(ServeCommand::Template(args)),
+                Err(error) => Err(error),
+            },
+        },
         Verb::Run(args) => verbs::run::run(&ctx, args).await,
         Verb::Submit(args) => verbs::submit::run(&ctx, args).await,
         Verb::Plan(args) => verbs::plan::run(&ctx, args).await,
@@ -306,6 +312,8 @@ mod tests {
             "volley token revoke id",
             "volley log show --from 7 --limit 3",
             "volley log skip 9",
+            "volley template build spec.json",
+            "volley template --s3-bucket b ls --template-keys k",
             "volley cluster",
             "volley schema",
             "volley completions bash",

@@ -69,6 +69,7 @@ const EXAMPLES: &[(&str, &str)] = &[
     ("token create", "volley token create --tenant red"),
     ("token ls", "volley token ls"),
     ("token revoke", "volley token revoke 0123456789abcdef"),
+    ("template build", "volley template build spec.json"),
     ("template ls", "volley template --s3-bucket volley ls --tenant nightly"),
     ("template show", "volley template --s3-bucket volley show 3fa9"),
     ("template rm", "volley template --s3-bucket volley rm 3fa9"),

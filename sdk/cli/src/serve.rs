@@ -9,7 +9,9 @@ use clap::{Args, Subcommand};
 use volley_jobspecs::ids::{TenantId, WorkerId};
 use volley_jobspecs::spec::{ByteSize, MilliCpus};
 
+use crate::error::CliError;
 use crate::units;
+use crate::verbs;
 
 /// Where NATS is when nobody says otherwise.
 pub const NATS_DEFAULT: &str = "nats://127.0.0.1:4222";
@@ -286,7 +288,7 @@ pub enum ImageVerb {
 pub struct TemplateArgs {
     /// S3.
     #[command(flatten)]
-    pub store: StoreArgs,
+    pub store: Option<StoreArgs>,
     /// The key file of the workers that share templates.
     #[arg(long, env = "VOLLEY_TEMPLATE_KEYS", value_name = "FILE", global = true)]
     pub template_keys: Option<PathBuf>,
@@ -301,6 +303,16 @@ pub struct TemplateArgs {
 /// What to do with templates.
 #[derive(Debug, Clone, Subcommand)]
 pub enum TemplateVerb {
+    /// Has a worker build the template of a job's machines now.
+    Build(verbs::template::Args),
+    /// Something with those in the bucket.
+    #[command(flatten)]
+    Stored(StoredVerb),
+}
+
+/// What to do with the templates in the bucket.
+#[derive(Debug, Clone, Subcommand)]
+pub enum StoredVerb {
     /// Lists templates.
     Ls,
     /// Shows what a template is made of, and its warm-up.
@@ -316,6 +328,34 @@ pub enum TemplateVerb {
     /// Deletes what builds that were cut short, and templates that were replaced, have left.
     Sweep,
 }
+
+/// `volley template ls|show|rm|sweep`.
+#[derive(Debug)]
+pub struct StoredArgs {
+    /// S3.
+    pub store: StoreArgs,
+    /// The key file of the workers that share templates.
+    pub keys: PathBuf,
+    /// Whose templates.
+    pub tenant: TenantId,
+    /// What to do.
+    pub verb: StoredVerb,
+}
+
+impl TemplateArgs {
+    /// Those of a verb that works on the bucket.
+    ///
+    /// # Errors
+    /// [`CliError::Usage`]: what is missing.
+    pub fn stored(self, verb: StoredVerb) -> Result<StoredArgs, CliError> {
+        let missing = |what: &str| CliError::Usage(format!("{what} is missing: {TEMPLATES_LIE}"));
+        let store = self.store.ok_or_else(|| missing("--s3-bucket NAME"))?;
+        let keys = self.template_keys.ok_or_else(|| missing("--template-keys FILE"))?;
+        Ok(StoredArgs { store, keys, tenant: self.tenant, verb })
+    }
+}
+
+const TEMPLATES_LIE: &str = "templates lie in the workers' bucket, sealed with the keys that the workers share them with";
 
 /// Whom tasks run as, where the worker runs as root. Without either, each slot has a user of its own, counted from 80000:80000.
 #[derive(Debug, Clone, Args)]

@@ -19,6 +19,7 @@ pub mod schema;
 pub mod submit;
 pub mod task;
 pub mod tasks;
+pub mod template;
 pub mod tenant;
 pub mod token;
 pub mod upload;

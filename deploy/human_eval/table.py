@@ -1,9 +1,8 @@
-"""Prints the demo's table and checks it. Usage: table.py ITEMS RESULTS. Exits with 0 only if every task ended as it must."""
+"""Prints the demo's table and checks it. Usage: table.py ITEMS RESULTS PROBLEMS. Exits with 0 only if every task ended as it must."""
 
 import json
 import sys
 
-PROBLEMS = 164
 COLUMNS = ["passed", "wrong answer", "timed out", "infra failure", "other"]
 WANTED = {"canonical": "passed", "wrong": "wrong answer", "endless": "timed out"}
 
@@ -21,6 +20,7 @@ def outcome(row):
 
 
 def main():
+    problems = int(sys.argv[3])
     items = [json.loads(line) for line in open(sys.argv[1])]
     rows = [json.loads(line) for line in open(sys.argv[2])]
     ended = {row["index"]: row for row in rows}
@@ -38,8 +38,8 @@ def main():
     print(f"{'SOLUTION':<12}" + "".join(f"{column:>15}" for column in COLUMNS))
     for kind, counts in table.items():
         print(f"{kind:<12}" + "".join(f"{counts[column]:>15}" for column in COLUMNS))
-    if len(items) != 3 * PROBLEMS or len(rows) != len(items):
-        wrong.append(f"{len(items)} items and {len(rows)} results, not {3 * PROBLEMS} of each")
+    if len(items) != 3 * problems or len(rows) != len(items):
+        wrong.append(f"{len(items)} items and {len(rows)} results, not {3 * problems} of each")
     for line in wrong[:20]:
         print(f"wrong: {line}", file=sys.stderr)
     sys.exit(1 if wrong else 0)

@@ -161,10 +161,12 @@ pub fn set_users(config: &mut Config, args: &UserArgs) -> Result<(), Failed> {
 }
 
 /// What machines are made of: what was named. `spawner` is there where the worker offers them.
-pub fn set_machines(config: &mut Config, args: MachineArgs, spawner: Option<MachineSpawner>) {
+pub fn set_machines(config: &mut Config, args: MachineArgs, spawner: Option<MachineSpawner>) -> Result<(), Failed> {
     let machines = &mut config.machines;
     machines.images = args.images.unwrap_or_else(|| std::mem::take(&mut machines.images));
+    machines.vmm = args.vmm.parse().map_err(Failed::arguments)?;
     machines.qemu = args.qemu;
+    machines.firecracker = args.firecracker;
     machines.kernel = args.guest_kernel;
     machines.modules = args.guest_modules;
     machines.agent = args.guest_agent;
@@ -172,6 +174,7 @@ pub fn set_machines(config: &mut Config, args: MachineArgs, spawner: Option<Mach
     machines.spawner = spawner;
     machines.share = args.template_keys.map(ShareConfig::new);
     config.containers.runtime = args.container_runtime;
+    Ok(())
 }
 
 /// Runs a worker until it has drained.
@@ -188,7 +191,7 @@ pub async fn worker(args: WorkerArgs, spawners: Spawners, observer: Observing) -
     config.disk_bytes = args.disk.map_or(config.disk_bytes, |size| size.0);
     config.labels = args.labels.into_iter().collect();
     set_users(&mut config, &args.users)?;
-    set_machines(&mut config, args.machines, spawners.machines);
+    set_machines(&mut config, args.machines, spawners.machines)?;
     config.observer = observer;
     let nats = nats(args.nats)?;
     let store = store(args.store);

@@ -201,6 +201,6 @@ fn worker_config(args: &UpArgs, dir: &Path, machines: Option<MachineSpawner>) ->
     config.slots = args.slots.unwrap_or(config.slots);
     config.isolation = tiers(&args.isolation, args.null)?;
     set_users(&mut config, &args.users)?;
-    set_machines(&mut config, args.machines.clone(), machines);
+    set_machines(&mut config, args.machines.clone(), machines)?;
     Ok(config)
 }

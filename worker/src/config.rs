@@ -12,6 +12,7 @@ use volley_jobspecs::wire::plan::Isolation;
 
 use crate::template::share::Sharing;
 use crate::template::step::Steps;
+use crate::vmm::choice::Choice;
 use crate::vmm::spawner::MachineSpawner;
 
 /// Most slots of a worker: each has a shim process and three directories once it was used.
@@ -87,9 +88,13 @@ pub struct ContainerConfig {
 pub struct MachineConfig {
     /// Where images lie, as root disks, of containers as well. One worker at a time has this directory.
     pub images: PathBuf,
+    /// The VMM.
+    pub vmm: Choice,
     /// QEMU; where distributions put it when none is named.
     pub qemu: Option<PathBuf>,
-    /// The guests' kernel, a bzImage; found as `image::kernel::find` says when none is named.
+    /// Firecracker; in PATH, /usr/local/bin or /usr/bin when none is named.
+    pub firecracker: Option<PathBuf>,
+    /// The guests' kernel, a bzImage, for Firecracker also an uncompressed one; found as `image::kernel::find` says when none is named.
     pub kernel: Option<PathBuf>,
     /// That kernel's modules (`/lib/modules/VERSION`); when none are named, `modules` beside the kernel, else where its release's are
     /// installed, else it has all of them built in.
@@ -143,7 +148,9 @@ impl MachineConfig {
     pub fn new(dir: &Path) -> Self {
         Self {
             images: dir.join("images"),
+            vmm: Choice::Auto,
             qemu: None,
+            firecracker: None,
             kernel: None,
             modules: None,
             agent: None,

@@ -26,15 +26,12 @@ use crate::image::oci::Config as ImageConfig;
 use crate::image::{ImageNote, Store};
 use crate::standby::{self, Standby};
 use crate::template::{BuildError, Builder, Owner, Recipe, Template, TemplateName, Templates, WarmUp};
-use crate::vmm::kvm;
-use crate::vmm::qemu::Qemu;
+use crate::vmm::choice::{self, ChoiceError, Chosen, Programs};
 use crate::vmm::spawner::{MachineSpawner, SpawnError};
-use crate::vmm::{Size, Vmm, VmmError, processor};
+use crate::vmm::{Kind, Size, Vmm, processor};
 
 pub use scratch::{ScratchDisk, ScratchDisks, ScratchError};
 
-/// The host's memory that a machine takes while it waits, in bytes: its VMM's, as nothing was written in it yet.
-const STANDBY_BYTES: u64 = machine::VMM_BYTES;
 /// The cgroup of machines that no task has: those that wait, and those that become templates. It has no limits: how many there are has.
 const WAITING: &str = "machines";
 /// Proofs of reseeds that are remembered: of more machines than a host runs in an hour.
@@ -48,7 +45,7 @@ pub enum MachinesError {
     Spawn(#[from] SpawnError),
     /// No VMM.
     #[error(transparent)]
-    Vmm(#[from] VmmError),
+    Vmm(#[from] ChoiceError),
     /// A VMM that a guest took over could reach what it must not.
     #[error(
         "machines can't be shut off from the host here, what is missing: {missing}; run the worker as root (in a container: with CAP_SYS_ADMIN), \
@@ -179,37 +176,28 @@ impl Machines {
             Some(spawner) => spawner.clone(),
             None => MachineSpawner::start()?,
         };
-        let kvm = kvm::probe(&spawner).await;
-        let vmm: Arc<dyn Vmm> = Arc::new(Qemu::open(spawner, config.qemu.as_deref(), kvm).await?);
-        if let Some(why) = vmm.capabilities().why_emulated {
-            tracing::warn!("machines are emulated in software, which is slow: {why}");
-        }
-        let missing = &vmm.capabilities().missing;
-        if !missing.is_empty() {
-            let why = MachinesError::Unconfined { missing: missing.join(", ") };
-            if !config.allow_unconfined {
-                return Err(why);
-            }
-            tracing::warn!("{why}; it was allowed");
-        }
+        let vmm = choose(config, spawner).await?;
         let waiting = cgroups.as_ref().map(|cgroups| cgroups.slot(WAITING)).transpose()?;
         let waiting = waiting.as_ref().map(SlotCgroup::join_files).unwrap_or_default();
         let processor =
             processor::of_host(vmm.capabilities().identity.accelerator).map_err(at("reading", Path::new(processor::CPUINFO)))?;
         let kernel = kernel::find(config.kernel.as_deref(), &Places::of_process())?;
+        // Beside the one that was found, not beside what is taken out of it.
+        let modules = config.modules.clone().or_else(|| modules_of(&kernel));
+        let kernel = fitting(kernel, vmm.capabilities().identity.vmm, dir).await?;
         let hash = |path: &Path| std::fs::read(path).map(|bytes| *blake3::hash(&bytes).as_bytes());
         let kernel_hash = hash(&kernel.path).map_err(at("reading the kernel", &kernel.path))?;
         let agent = match &config.agent {
             Some(agent) => agent.clone(),
             None => initramfs::find_agent()?,
         };
-        let modules = config.modules.clone().or_else(|| modules_of(&kernel));
         let disk = initramfs::build(&agent, modules.as_deref(), &initramfs::MODULES)?;
         let (initrd, initrd_hash) = (dir.join("initrd"), *blake3::hash(&disk).as_bytes());
         std::fs::write(&initrd, disk).map_err(at("writing", &initrd))?;
         let store = Store::open(&config.images).map_err(at("opening the images in", &config.images))?;
         let scratch = ScratchDisks::open(&dir.join("scratch"), config.mke2fs.clone()).map_err(at("making", dir))?;
-        let machines_max = u32::try_from(config.standby_bytes_max / STANDBY_BYTES).unwrap_or(u32::MAX);
+        let each = vmm.capabilities().standing_bytes.max(1);
+        let machines_max = u32::try_from(config.standby_bytes_max / each).unwrap_or(u32::MAX);
         let limits = standby::Limits { machines_max, of_one_max: config.standby_of_one_max.unwrap_or(slots) };
         Ok(Self {
             standby: Standby::new(vmm.clone(), limits, waiting.clone()),
@@ -357,10 +345,44 @@ pub fn size(resources: &Resources) -> Size {
     Size { vcpus: machine::vcpus(resources), memory_bytes: machine::memory_bytes(resources) }
 }
 
+/// The kernel in the form that the VMM boots.
+async fn fitting(kernel: Kernel, vmm: Kind, dir: &Path) -> Result<Kernel, KernelError> {
+    let to = dir.join("vmlinux");
+    match vmm {
+        Kind::Qemu => kernel.packed(),
+        // Some fifty megabytes.
+        Kind::Firecracker => match tokio::task::spawn_blocking(move || kernel.unpacked(&to)).await {
+            Ok(unpacked) => unpacked,
+            Err(e) => Err(KernelError::Io { path: dir.to_owned(), source: io::Error::other(e) }),
+        },
+    }
+}
+
+/// Opens the VMM, and says once which it is and why. One that can't be shut off is refused, unless that is allowed.
+async fn choose(config: &MachineConfig, spawner: MachineSpawner) -> Result<Arc<dyn Vmm>, MachinesError> {
+    let programs = Programs { qemu: config.qemu.as_deref(), firecracker: config.firecracker.as_deref() };
+    let Chosen { vmm, why } = choice::open(config.vmm, &programs, spawner).await?;
+    let capabilities = vmm.capabilities();
+    let identity = &capabilities.identity;
+    if capabilities.emulated {
+        tracing::warn!("machines run on {identity}, emulated in software, which is slow: {why}");
+    } else {
+        tracing::info!("machines run on {identity}: {why}");
+    }
+    if !capabilities.missing.is_empty() {
+        let why = MachinesError::Unconfined { missing: capabilities.missing.join(", ") };
+        if !config.allow_unconfined {
+            return Err(why);
+        }
+        tracing::warn!("{why}; it was allowed");
+    }
+    Ok(vmm)
+}
+
 /// Where a kernel's modules are: beside it, as deploy/setup.sh unpacks them, or where a distribution installs them. None: it is said by the
 /// RAM disk's builder which module is missing, or the kernel has all of them built in.
 fn modules_of(kernel: &Kernel) -> Option<PathBuf> {
     let beside = kernel.path.parent().map(|dir| dir.join("modules"));
-    let installed = Path::new("/lib/modules").join(&kernel.release);
-    beside.into_iter().chain([installed]).find(|dir| dir.is_dir())
+    let installed = (!kernel.release.is_empty()).then(|| Path::new("/lib/modules").join(&kernel.release));
+    beside.into_iter().chain(installed).find(|dir| dir.is_dir())
 }

@@ -324,6 +324,8 @@ mod tests {
             connects_paused: true,
             sets_clock: false,
             serials: true,
+            standing_bytes: 0,
+            beside_bytes: 0,
             missing: Vec::new(),
         };
         Arc::new(Broken { capabilities, boots: AtomicU32::new(0), hangs })

@@ -2,11 +2,12 @@
 //!
 //! Owns the traits, what machines are made of (size, disks in slots, snapshots) and the one error of all of it. The drivers are
 //! `vmm/qemu` and `vmm/firecracker`; both start their processes through `vmm/spawner`. Does not own what happens inside a machine
-//! (`guest`), nor which machine a task gets.
+//! (`guest`), nor which machine a task gets. Which driver a host has is chosen in `vmm/choice`.
 //!
 //! The life of a machine: [`Vmm::boot`] → it runs → its agent prepares the snapshot → [`Vm::snapshot`], which ends it. Then any number
 //! of times: [`Vmm::restore`] → it stands still → [`Vm::swap`] puts disks into slots → [`Vm::resume`] → [`Vm::connect`] → [`Vm::kill`].
 
+pub mod choice;
 pub mod console;
 pub mod files;
 pub mod firecracker;
@@ -227,6 +228,10 @@ pub struct Capabilities {
     pub sets_clock: bool,
     /// Are disks found by their serial numbers ([`Slot::disk`])?
     pub serials: bool,
+    /// The host's memory that a machine's VMM takes while it stands still and nothing was written in it, in bytes.
+    pub standing_bytes: u64,
+    /// The host's memory that a machine takes beside what every machine does (`machine::host_memory_bytes`), in bytes.
+    pub beside_bytes: u64,
     /// What could not be shut off for machines, in words.
     pub missing: Vec<String>,
 }
@@ -387,8 +392,8 @@ pub trait Vm: fmt::Debug + Send + Sync {
     fn resume(&mut self) -> BoxFuture<'_, Result<(), VmmError>>;
     /// Puts a disk into a slot of a machine that stands still and has never seen the slot's former one.
     fn swap(&mut self, slot: Slot, disk: Disk) -> BoxFuture<'_, Result<(), VmmError>>;
-    /// How many reads, writes and flushes of its disks failed on the host until now; the guest was told of an error each time. Always 0 where
-    /// the VMM does not count them.
+    /// How many reads, writes and flushes failed on the host until now; the guest was told of an error each time. QEMU counts those of all disks,
+    /// Firecracker those of the scratch disk, with what a guest asks for that no disk does; of a machine that was booted it counts none.
     fn failed_disk_operations(&mut self) -> BoxFuture<'_, Result<u64, VmmError>>;
     /// The connection to its agent, once it runs; a new session is begun on it. There is one connection: what is returned earlier must
     /// not be used any more.

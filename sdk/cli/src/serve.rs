@@ -213,6 +213,9 @@ pub struct WorkerArgs {
     pub null: bool,
 }
 
+/// What `--vmm` takes.
+const VMMS: [&str; 3] = ["auto", "qemu", "firecracker"];
+
 /// What the machines of `--isolation microvm` and the containers of `--isolation container` are made of.
 #[derive(Debug, Clone, Args)]
 pub struct MachineArgs {
@@ -226,6 +229,13 @@ pub struct MachineArgs {
     /// (`openssl rand -hex 32`), the first is written with.
     #[arg(long, env = "VOLLEY_TEMPLATE_KEYS", value_name = "FILE", help_heading = "microVMs")]
     pub template_keys: Option<PathBuf>,
+    /// What runs the machines: qemu, firecracker, or auto, which is Firecracker where KVM executes and there is one, else QEMU (with KVM if that
+    /// executes, else emulating). One that is named and can't be used is an error.
+    #[arg(long, env = "VOLLEY_VMM", value_name = "VMM", value_parser = VMMS, default_value = "auto", help_heading = "microVMs")]
+    pub vmm: String,
+    /// Firecracker, 1.12 or later. Default: the first in PATH, /usr/local/bin and /usr/bin.
+    #[arg(long, env = "VOLLEY_FIRECRACKER", value_name = "FILE", help_heading = "microVMs")]
+    pub firecracker: Option<PathBuf>,
     /// QEMU. Default: where distributions put it.
     #[arg(long, env = "VOLLEY_QEMU", value_name = "FILE", help_heading = "microVMs")]
     pub qemu: Option<PathBuf>,

@@ -22,6 +22,8 @@ mod tasks;
 #[expect(dead_code, reason = "shared with the tests of the drivers")]
 #[path = "../../../worker/tests/vmm/tiny.rs"]
 mod tiny;
+#[path = "../../../worker/tests/vmm/tiny_guest/mod.rs"]
+mod tiny_guest;
 
 use std::time::Duration;
 

@@ -1,12 +1,16 @@
 //! The kernel that guests boot.
 //!
-//! Owns finding it and reading its version out of it. Nothing is executed and nothing fetched: deploy/setup.sh unpacks Debian's. Does
-//! not own booting it.
+//! Owns finding it, reading its version out of it, and which of its two forms a VMM is given. Nothing is executed and nothing fetched:
+//! deploy/setup.sh unpacks Debian's package. Does not own booting it.
+
+mod unpack;
 
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
+
+pub use unpack::UnpackError;
 
 /// Names one kernel for all guests.
 pub const VARIABLE: &str = "VOLLEY_GUEST_KERNEL";
@@ -23,13 +27,29 @@ const SETUP_AT: u64 = 0x200;
 /// Longest version text: `uname -r`, who built it and when. The kernel's own limit for the first part is 64.
 const VERSION_BYTES_MAX: usize = 256;
 
+/// As much of an ELF file as says what it is for.
+const ELF_HEAD_BYTES: usize = 64;
+/// What stands before the version in an uncompressed kernel: the first line of its console.
+const BANNER: &[u8] = b"Linux version ";
+
 /// A kernel.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Kernel {
-    /// Its image, a bzImage.
+    /// Its file.
     pub path: PathBuf,
-    /// What `uname -r` says under it.
+    /// What `uname -r` says under it; empty where an uncompressed one does not tell.
     pub release: String,
+    /// What its file is.
+    pub form: Form,
+}
+
+/// What a kernel's file is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Form {
+    /// As distributions install it (`vmlinuz`): packed, with a beginning that unpacks it.
+    BzImage,
+    /// An ELF file (`vmlinux`).
+    Elf,
 }
 
 /// No kernel.
@@ -50,11 +70,56 @@ pub enum KernelError {
         source: io::Error,
     },
     /// It is something else.
-    #[error("{} is no Linux kernel for x86 (bzImage)", .path.display())]
+    #[error("{} is no Linux kernel for x86 (bzImage, or an ELF file for x86-64)", .path.display())]
     Other {
         /// The file.
         path: PathBuf,
     },
+    /// It is not packed.
+    #[error("{} is an uncompressed kernel, which only Firecracker is given; QEMU wants its bzImage (vmlinuz)", .path.display())]
+    NotPacked {
+        /// The file.
+        path: PathBuf,
+    },
+    /// It can't be unpacked.
+    #[error("the kernel {}: Firecracker boots an uncompressed one, and {why}; name its vmlinux with {VARIABLE}", .path.display())]
+    Packed {
+        /// The file.
+        path: PathBuf,
+        /// Why not.
+        why: UnpackError,
+    },
+}
+
+impl Kernel {
+    /// As a bzImage.
+    ///
+    /// # Errors
+    /// [`KernelError::NotPacked`].
+    pub fn packed(self) -> Result<Self, KernelError> {
+        match self.form {
+            Form::BzImage => Ok(self),
+            Form::Elf => Err(KernelError::NotPacked { path: self.path }),
+        }
+    }
+
+    /// As an ELF file; one that is a bzImage is unpacked to this place.
+    ///
+    /// # Errors
+    /// [`KernelError::Packed`], [`KernelError::Io`].
+    pub fn unpacked(self, to: &Path) -> Result<Self, KernelError> {
+        if self.form == Form::Elf {
+            return Ok(self);
+        }
+        let io_error = |path: &Path| {
+            let path = path.to_owned();
+            move |source| KernelError::Io { path, source }
+        };
+        let image = std::fs::read(&self.path).map_err(io_error(&self.path))?;
+        let elf = unpack::unpack(&image).map_err(|why| KernelError::Packed { path: self.path, why })?;
+        std::fs::write(to, elf).map_err(io_error(to))?;
+        Ok(Self { path: to.to_owned(), release: self.release, form: Form::Elf })
+    }
 }
 
 /// Where kernels are looked for, after the one that was named.
@@ -119,6 +184,12 @@ pub fn read(path: &Path) -> Result<Kernel, KernelError> {
         Err(why) => Err(io_error(why)),
         Ok(()) => Ok(()),
     };
+    let mut head = [0; ELF_HEAD_BYTES];
+    at(0, &mut head)?;
+    if unpack::is_elf(&head) {
+        let bytes = std::fs::read(path).map_err(io_error)?;
+        return Ok(Kernel { path: path.to_owned(), release: release_in(&bytes), form: Form::Elf });
+    }
     let (mut magic, mut place) = ([0; 4], [0; 2]);
     at(MAGIC_AT, &mut magic)?;
     at(VERSION_AT, &mut place)?;
@@ -132,7 +203,23 @@ pub fn read(path: &Path) -> Result<Kernel, KernelError> {
     if release.is_empty() || release.len() == text.len() {
         return Err(other());
     }
-    Ok(Kernel { path: path.to_owned(), release })
+    Ok(Kernel { path: path.to_owned(), release, form: Form::BzImage })
+}
+
+/// The version in an uncompressed kernel: the first banner that has one behind it, which those that are formats have not.
+fn release_in(elf: &[u8]) -> String {
+    let mut rest = elf;
+    while let Some(at) = rest.iter().position(|byte| *byte == b'L') {
+        rest = rest.get(at..).unwrap_or_default();
+        if let Some(text) = rest.strip_prefix(BANNER)
+            && text.first().is_some_and(u8::is_ascii_digit)
+        {
+            let graphic = text.iter().take(VERSION_BYTES_MAX).take_while(|byte| byte.is_ascii_graphic());
+            return graphic.map(|byte| char::from(*byte)).collect();
+        }
+        rest = rest.get(1..).unwrap_or_default();
+    }
+    String::new()
 }
 
 /// A version's numbers, to find the newest: `6.1.0-9` comes before `6.1.0-10`.
@@ -168,7 +255,7 @@ mod tests {
         let named = dir.path().join("mine");
         fake(&named, "7.0.1");
         places.variable = Some(named.clone());
-        assert_eq!(find(None, &places).unwrap(), Kernel { path: named, release: "7.0.1".to_owned() });
+        assert_eq!(find(None, &places).unwrap(), Kernel { path: named, release: "7.0.1".to_owned(), form: Form::BzImage });
         assert!(matches!(find(Some(&dir.path().join("none")), &places), Err(KernelError::Io { .. })));
     }
 
@@ -183,9 +270,47 @@ mod tests {
     }
 
     #[test]
+    fn a_vmm_is_given_the_form_that_it_boots() {
+        let dir = tempfile::tempdir().unwrap();
+        let (packed, plain, to) = (dir.path().join("vmlinuz"), dir.path().join("vmlinux"), dir.path().join("unpacked"));
+        fake(&packed, "6.1.0-9");
+        let mut elf = unpack::tests::kernel();
+        elf.extend_from_slice(b"Linux version %s (...)\0Linux version 6.1.0-9 (debian-kernel)\0");
+        std::fs::write(&plain, &elf).unwrap();
+        let found = read(&plain).unwrap();
+        assert_eq!((found.release.as_str(), found.form), ("6.1.0-9", Form::Elf));
+        assert_eq!(found.clone().unpacked(&to).unwrap(), found);
+        assert!(!to.exists());
+        assert!(found.packed().unwrap_err().to_string().ends_with("QEMU wants its bzImage (vmlinuz)"));
+        let found = read(&packed).unwrap();
+        assert_eq!(found.clone().packed().unwrap(), found);
+        // It has nothing in it.
+        let why = found.unpacked(&to).unwrap_err().to_string();
+        assert!(
+            why.contains("does not say where in it the kernel is") && why.ends_with("name its vmlinux with VOLLEY_GUEST_KERNEL"),
+            "{why}"
+        );
+        let mut image = unpack::tests::image(&elf);
+        image[0x20e..0x210].copy_from_slice(&0x100u16.to_le_bytes());
+        image[0x300..0x308].copy_from_slice(b"6.1.0-9 ");
+        std::fs::write(&packed, image).unwrap();
+        let unpacked = read(&packed).unwrap().unpacked(&to).unwrap();
+        assert_eq!((unpacked.release.as_str(), unpacked.form), ("6.1.0-9", Form::Elf));
+        assert_eq!(std::fs::read(&to).unwrap(), elf);
+    }
+
+    #[test]
     fn a_real_kernel() {
         match find(None, &Places::of_process()) {
-            Ok(kernel) => assert!(kernel.release.starts_with(|c: char| c.is_ascii_digit()), "{kernel:?}"),
+            Ok(kernel) => {
+                assert!(kernel.release.starts_with(|c: char| c.is_ascii_digit()), "{kernel:?}");
+                let dir = tempfile::tempdir().unwrap();
+                let begin = std::time::Instant::now();
+                let unpacked = kernel.clone().unpacked(&dir.path().join("vmlinux")).unwrap_or_else(|why| panic!("{why}"));
+                eprintln!("{} unpacked in {:?}", kernel.release, begin.elapsed());
+                // What it says itself is what its image said of it.
+                assert_eq!(read(&unpacked.path).unwrap(), unpacked);
+            }
             Err(KernelError::None { .. }) => eprintln!("skipped: no guest kernel"),
             Err(why) => panic!("{why}"),
         }

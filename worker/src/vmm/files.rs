@@ -8,10 +8,13 @@ use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::os::unix::fs::{FileExt, MetadataExt};
 
-use rustix::fs::{MemfdFlags, SealFlags};
+use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags};
 
 /// Bits of a mode that let somebody write.
 const WRITE_BITS: u32 = 0o222;
+
+/// What is freed at once: a page of memory.
+const PAGE_BYTES: usize = 4096;
 
 /// Unit of `st_blocks`, whatever a file system's blocks are.
 const BLOCK_BYTES: u64 = 512;
@@ -48,6 +51,41 @@ fn at(what: &'static str) -> impl Fn(io::Error) -> FrozenError {
 pub fn in_memory(name: &str) -> Result<File, FrozenError> {
     let made = rustix::fs::memfd_create(name, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING);
     Ok(File::from(made.map_err(|e| at("making")(e.into()))?))
+}
+
+/// Frees the parts of a file in memory that hold zeros; they read as before.
+///
+/// # Errors
+/// What the system says.
+pub fn without_zeros(file: &File) -> io::Result<()> {
+    let bytes = file.metadata()?.len();
+    let (mut page, mut at, mut zeros) = (vec![0; PAGE_BYTES], 0, None);
+    while at < bytes {
+        let len = usize::try_from(bytes - at).unwrap_or(PAGE_BYTES).min(PAGE_BYTES);
+        let now = page.get_mut(..len).unwrap_or_default();
+        file.read_exact_at(now, at)?;
+        match (is_zeros(now), zeros) {
+            (true, None) => zeros = Some(at),
+            (false, Some(begin)) => {
+                free(file, begin, at)?;
+                zeros = None;
+            }
+            _ => {}
+        }
+        at += len as u64;
+    }
+    zeros.map_or(Ok(()), |begin| free(file, begin, bytes))
+}
+
+fn free(file: &File, begin: u64, end: u64) -> io::Result<()> {
+    let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+    Ok(rustix::fs::fallocate(file, flags, begin, end - begin)?)
+}
+
+/// In words, as there are many.
+fn is_zeros(bytes: &[u8]) -> bool {
+    let mut words = bytes.chunks_exact(size_of::<u128>());
+    words.all(|word| word == [0; size_of::<u128>()]) && words.remainder().iter().all(|byte| *byte == 0)
 }
 
 /// A file that nobody can change.
@@ -165,6 +203,23 @@ mod tests {
         sparse.set_len(1 << 30).unwrap();
         sparse.write_at(b"x", 1 << 20).unwrap();
         assert!((1..1 << 22).contains(&Frozen::seal(sparse).unwrap().allocated_bytes().unwrap()));
+    }
+
+    #[test]
+    fn zeros_take_no_memory_and_are_still_there() {
+        let file = in_memory("zeros").unwrap();
+        let mut bytes = vec![0; 1 << 20];
+        for at in [4096 * 3 + 4095, 4096 * 100, bytes.len() - 1] {
+            bytes[at] = 7;
+        }
+        bytes.extend([0; 100]);
+        file.write_all_at(&bytes, 0).unwrap();
+        without_zeros(&file).unwrap();
+        let frozen = Frozen::seal(file).unwrap();
+        let mut read = vec![1; bytes.len()];
+        frozen.read_at(&mut read, 0).unwrap();
+        assert!(read == bytes);
+        assert!(frozen.allocated_bytes().unwrap() <= 4 * 4096, "{}", frozen.allocated_bytes().unwrap());
     }
 
     #[test]

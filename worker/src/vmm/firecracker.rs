@@ -5,10 +5,11 @@
 
 mod api;
 mod bodies;
+mod metrics;
 
 use std::fs::File;
 use std::io;
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::sync::Arc;
@@ -22,7 +23,7 @@ use tokio::time::Instant;
 use super::console::Tail;
 use super::files::{self, Frozen};
 use super::kvm::Kvm;
-use super::spawner::proto::Exited;
+use super::spawner::proto::{Exited, Step};
 use super::spawner::{Launch, MachineSpawner, Process, Program, SpawnError};
 use super::{
     Accelerator, Boot, Capabilities, Disk, FORMAT, Identity, Kind, PORT_NUMBER, Size, Slot, Snapshot, Source, Version, Vm, Vmm, VmmError,
@@ -31,6 +32,7 @@ use super::{
 use crate::guest::Stream;
 use api::Api;
 use bodies::Call;
+use metrics::Metrics;
 
 /// How long its start may take: 7 ms were measured, and many start at once on a busy host.
 const START_WAIT: Duration = Duration::from_secs(30);
@@ -52,6 +54,8 @@ const TRY_WAIT: Duration = Duration::from_secs(5);
 const ANSWER_BYTES_MAX: usize = 32;
 /// Lines of its errors that are told.
 const SAID_LINES: usize = 3;
+/// The host's memory that a machine takes while it stands still, in bytes: less than 1 MB was measured, shared pages divided.
+const STANDING_BYTES: u64 = 4 << 20;
 /// Size of what lies in an empty slot.
 const EMPTY_BYTES: u64 = 1 << 20;
 /// The kernel's command line, before a boot's own words: Firecracker's documentation has the same.
@@ -74,7 +78,12 @@ impl Firecracker {
     /// [`VmmError::Unusable`].
     pub async fn open(spawner: MachineSpawner, program: &Path, kvm: Kvm) -> Result<Self, VmmError> {
         let unusable = |why: String| VmmError::Unusable { vmm: Kind::Firecracker, why };
-        let file = File::open(program).map_err(|e| unusable(format!("{}: {e}", program.display())))?;
+        let file = File::open(program).map_err(|e| match e.kind() {
+            io::ErrorKind::NotFound => {
+                unusable(format!("{} is not there; install it, or name another with --firecracker", program.display()))
+            }
+            _ => unusable(format!("{}: {e}", program.display())),
+        })?;
         let mode = file.metadata().map_err(io_error(program.display().to_string()))?.permissions().mode();
         if mode & 0o001 == 0 {
             return Err(unusable(format!("{} may not be executed by everybody: chmod 755 it", program.display())));
@@ -82,13 +91,19 @@ impl Firecracker {
         let accelerator = match kvm {
             Kvm::Usable => Accelerator::Kvm,
             Kvm::Emulates => Accelerator::EmulatingKvm,
-            Kvm::Missing | Kvm::Forbidden | Kvm::Broken => return Err(unusable(kvm.as_str().to_owned())),
+            Kvm::Forbidden => return Err(unusable(kvm.as_str().to_owned())),
+            Kvm::Missing | Kvm::Broken => {
+                return Err(unusable(format!("{}, and it has nothing else; use QEMU (--vmm qemu)", kvm.as_str())));
+            }
         };
-        let said = super::version_of(&spawner, Program::File(file.as_fd()), "firecracker").await?;
-        let version = Version::find(&said, "Firecracker v").ok_or_else(|| unusable(format!("it does not tell its version: {said}")))?;
-        if version < bodies::OLDEST {
-            return Err(unusable(format!("it is version {version}; {} is the oldest that can be used", bodies::OLDEST)));
-        }
+        let said = super::version_of(&spawner, Program::File(file.as_fd()), "firecracker").await.map_err(|why| match why {
+            VmmError::Spawn(SpawnError::NotStarted { step: Step::Exec, errno, .. }) => {
+                let why = io::Error::from_raw_os_error(errno);
+                unusable(format!("{} can't be executed ({why}); it must be a program that is linked statically", program.display()))
+            }
+            why => why,
+        })?;
+        let version = usable_version(&said).map_err(unusable)?;
         let identity = Identity { vmm: Kind::Firecracker, version, accelerator, machine: "microvm", cpu: "host", format: FORMAT };
         let emulated = accelerator != Accelerator::Kvm;
         let capabilities = Capabilities {
@@ -98,6 +113,8 @@ impl Firecracker {
             connects_paused: false,
             sets_clock: bodies::sets_clock(version),
             serials: false,
+            standing_bytes: STANDING_BYTES,
+            beside_bytes: 0,
             missing: spawner.missing(),
         };
         let empty = files::in_memory("volley-empty")?;
@@ -130,7 +147,14 @@ impl Firecracker {
             return Err(VmmError::Other { made_by: snapshot.made_by.clone(), this: this.clone() });
         }
         let (memory, state) = (snapshot.memory.open()?, snapshot.state.open()?);
-        let mut vm = self.start(snapshot.size, snapshot.root.as_ref(), &[&memory, &state], cgroups).await?;
+        let (metrics, its_metrics) = Metrics::follow(Slot::SCRATCH.name()).map_err(io_error("making a pipe"))?;
+        let its_metrics = File::from(its_metrics);
+        let mut vm = self.start(snapshot.size, snapshot.root.as_ref(), &[&memory, &state, &its_metrics], cgroups).await?;
+        // It opens the pipe by its path, so that must be its user's.
+        vm.give(its_metrics.as_fd()).map_err(io_error("giving a pipe to a machine"))?;
+        vm.call(bodies::metrics(), CALL_WAIT).await?;
+        drop(its_metrics);
+        vm.metrics = Some(metrics);
         vm.call(bodies::load(this.version), CALL_WAIT).await?;
         Ok(Box::new(vm))
     }
@@ -164,7 +188,18 @@ impl Firecracker {
             Err(why) => return Err(explained(why, &process, &console, &errors).await),
         };
         let made_by = self.capabilities.identity.clone();
-        Ok(FirecrackerVm { api, process, console, errors, saves: None, root: root.cloned(), size, made_by, newest: 0 })
+        Ok(FirecrackerVm { api, process, console, errors, metrics: None, saves: None, root: root.cloned(), size, made_by, newest: 0 })
+    }
+}
+
+/// The version that Firecracker says it has, if it is one that can be used; else why not, and what to do.
+fn usable_version(said: &str) -> Result<Version, String> {
+    match Version::find(said, "Firecracker v") {
+        None => Err(format!("it does not tell its version: {said:?}")),
+        Some(version) if version < bodies::OLDEST => {
+            Err(format!("it is version {version}; {} is the oldest that can be used: install a newer one", bodies::OLDEST))
+        }
+        Some(version) => Ok(version),
     }
 }
 
@@ -197,6 +232,8 @@ struct FirecrackerVm {
     process: Process,
     console: Tail,
     errors: Tail,
+    /// Of a machine that was restored.
+    metrics: Option<Metrics>,
     /// Where a machine that was booted is saved: memory and state.
     saves: Option<(File, File)>,
     root: Option<Arc<File>>,
@@ -229,8 +266,29 @@ impl FirecrackerVm {
         self.call(bodies::state(false), CALL_WAIT).await?;
         self.call(bodies::save(), SAVE_WAIT).await?;
         self.end().await?;
+        // All of the guest's memory was written, also what is zeros.
+        let memory = tokio::task::spawn_blocking(move || files::without_zeros(&memory).map(|()| memory)).await;
+        let memory = memory.unwrap_or_else(|e| Err(io::Error::other(e))).map_err(io_error("freeing zeros of a machine's memory"))?;
         let (memory, state) = (Arc::new(Frozen::seal(memory)?), Arc::new(Frozen::seal(state)?));
         Ok(Snapshot { made_by: self.made_by, size: self.size, memory, state, root: self.root })
+    }
+
+    /// Makes a file that of its user.
+    fn give(&self, file: BorrowedFd<'_>) -> io::Result<()> {
+        let Some(user) = self.process.user() else { return Ok(()) };
+        let (user, group) = (rustix::fs::Uid::from_raw(user), rustix::fs::Gid::from_raw(user));
+        Ok(rustix::fs::fchown(file, Some(user), Some(group))?)
+    }
+
+    async fn count_failed(&mut self) -> Result<u64, VmmError> {
+        let Some(lines) = self.metrics.as_ref().map(Metrics::lines) else { return Ok(0) };
+        let (what, begin) = ("counting failed disk operations".to_owned(), Instant::now());
+        self.call(bodies::tell_metrics(), CALL_WAIT).await?;
+        let failed = match &self.metrics {
+            Some(metrics) => metrics.failed_behind(lines).await,
+            None => Some(0),
+        };
+        failed.ok_or(VmmError::Silent { vmm: Kind::Firecracker, what, after: begin.elapsed() })
     }
 
     async fn put(&mut self, slot: Slot, disk: Disk) -> Result<(), VmmError> {
@@ -238,10 +296,7 @@ impl FirecrackerVm {
         let Source::File(file) = disk.source else {
             return Err(VmmError::Slot(format!("Firecracker can't put a disk behind NBD into {}: it takes files", slot.name())));
         };
-        if let Some(user) = self.process.user() {
-            let (user, group) = (rustix::fs::Uid::from_raw(user), rustix::fs::Gid::from_raw(user));
-            rustix::fs::fchown(&file, Some(user), Some(group)).map_err(|e| io_error("giving a disk to a machine")(e.into()))?;
-        }
+        self.give(file.as_fd()).map_err(io_error("giving a disk to a machine"))?;
         self.newest += 1;
         let content = slot.content(self.newest);
         self.process.attach(&content, file.as_fd()).await?;
@@ -313,7 +368,7 @@ impl Vm for FirecrackerVm {
     }
 
     fn failed_disk_operations(&mut self) -> BoxFuture<'_, Result<u64, VmmError>> {
-        std::future::ready(Ok(0)).boxed()
+        self.count_failed().boxed()
     }
 
     fn connect(&self) -> BoxFuture<'_, Result<Box<dyn Stream>, VmmError>> {
@@ -340,5 +395,23 @@ impl Vm for FirecrackerVm {
 
     fn kill(self: Box<Self>) -> BoxFuture<'static, Result<Exited, VmmError>> {
         async move { self.end().await }.boxed()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_that_is_too_old_or_no_firecracker_is_told_in_a_line() {
+        assert_eq!(
+            usable_version("Firecracker v1.12.1\n\n2025-07-31T10:00:00 [anonymous-instance:main] exit_code=0\n"),
+            Ok(Version(1, 12, 1))
+        );
+        assert_eq!(
+            usable_version("Firecracker v1.11.0\n"),
+            Err("it is version 1.11.0; 1.12.0 is the oldest that can be used: install a newer one".to_owned())
+        );
+        assert_eq!(usable_version("busybox\n"), Err(r#"it does not tell its version: "busybox\n""#.to_owned()));
     }
 }

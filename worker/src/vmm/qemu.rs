@@ -17,6 +17,7 @@ use std::time::Duration;
 use futures::FutureExt;
 use futures::future::BoxFuture;
 use serde_json::{Value, json};
+use volley_jobspecs::machine;
 
 use super::console::Tail;
 use super::files::{self, Frozen};
@@ -50,8 +51,8 @@ const WORDS: &str = "console=ttyS0 loglevel=4 panic=-1 tsc=reliable";
 /// The state's name among the descriptors that QEMU was given.
 const STATE: &str = "state";
 
-/// The host's memory that an emulated machine takes beside what every machine does, in bytes.
-pub const TRANSLATED_BYTES: u64 = (arguments::TRANSLATED_MIB as u64) << 20;
+/// The host's memory that an emulated machine takes beside what every machine does, in bytes: what was translated.
+const TRANSLATED_BYTES: u64 = (arguments::TRANSLATED_MIB as u64) << 20;
 
 /// The driver.
 #[derive(Debug)]
@@ -92,6 +93,8 @@ impl Qemu {
             connects_paused: true,
             sets_clock: false,
             serials: true,
+            standing_bytes: machine::VMM_BYTES,
+            beside_bytes: if accelerator == Accelerator::Tcg { TRANSLATED_BYTES } else { 0 },
             missing: spawner.missing(),
         };
         Ok(Self { spawner, program, capabilities })

@@ -1,9 +1,11 @@
-//! Tasks in machines of their own: real QEMU, a real Linux guest, the whole worker.
+//! Tasks in machines of their own: real QEMU, a real Linux guest, the whole worker; and the same on the real Firecracker, with a guest of our
+//! own that speaks the agent's protocol.
 #![expect(clippy::unwrap_used, reason = "a test says with a panic that it failed")]
 
 mod bad_days;
 mod ends;
 mod files;
+mod firecracker;
 mod groups;
 mod hard;
 #[expect(dead_code, reason = "shared with tests that start QEMU themselves")]
@@ -14,6 +16,8 @@ mod image;
 #[path = "../support/mod.rs"]
 mod support;
 mod templates;
+#[path = "../vmm/tiny_guest/mod.rs"]
+mod tiny_guest;
 mod unconfined;
 mod unlike;
 mod warm_up;

@@ -8,6 +8,7 @@ use volley_jobspecs::spec::{ByteSize, Resources};
 use volley_worker::MachineConfig;
 use volley_worker::machines::{Machines, TemplateError, Wanted};
 use volley_worker::template::BuildError;
+use volley_worker::vmm::choice::Choice;
 
 use crate::image;
 
@@ -27,7 +28,7 @@ async fn a_template_is_built_once_and_goes_when_another_needs_its_room() {
     config.templates_bytes_max = 200 << 20;
     config.standby_bytes_max = 0;
     let mut without = config.clone();
-    without.qemu = Some("/nowhere/qemu".into());
+    (without.vmm, without.qemu) = (Choice::Qemu, Some("/nowhere/qemu".into()));
     let why = Machines::open(&without, &dir.path().join("machines"), 2, None).await.unwrap_err().to_string();
     assert_eq!(why, "QEMU can't be used: /nowhere/qemu is not there; install qemu-system-x86");
     let machines = Machines::open(&config, &dir.path().join("machines"), 2, None).await.unwrap();

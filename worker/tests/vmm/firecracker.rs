@@ -3,7 +3,8 @@
 use std::os::unix::fs::FileExt;
 use std::time::{Duration, Instant};
 
-use volley_jobspecs::wire::guest::{Exec, Exit, Identity, RefusalKind};
+use volley_guest::files::Unpack;
+use volley_jobspecs::wire::guest::{Exec, Exit, FileLimits, Get, Identity, Put, RefusalKind};
 use volley_worker::guest::{Guest, GuestError};
 use volley_worker::vmm::{Boot, Disk, Slot, Snapshot, Source, Vm, Vmm, VmmError};
 
@@ -46,6 +47,14 @@ async fn a_tiny_machine_is_saved_and_restored_with_other_disks() {
     // The root disk and empty slots take nothing.
     assert_ne!(run(&guest, &["write", "0", "x"]).await.1, Exit::Code(0));
     assert_ne!(run(&guest, &["write", "2", "x"]).await.1, Exit::Code(0));
+    // Files, as far as it has any: none go in, and none come out.
+    let (from, to) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let limits = FileLimits { bytes: 1 << 20, entries: 10, path_bytes: 100 };
+    let put = Put { dir: "/in".to_owned(), owner: None, limits };
+    assert_eq!(guest.put(put, from.path().to_owned(), SOON).await.unwrap(), Default::default());
+    let how = Unpack { owner: None, mode_mask: 0o777, limits };
+    let into = std::fs::File::open(to.path()).unwrap().into();
+    assert_eq!(guest.get(Get { path: "/out".to_owned(), limits }, into, how, SOON).await.unwrap(), Default::default());
     // A new connection takes the place of the old one; pause and resume are not noticed.
     vm.pause().await.unwrap();
     vm.resume().await.unwrap();
@@ -58,6 +67,50 @@ async fn a_tiny_machine_is_saved_and_restored_with_other_disks() {
     assert_eq!(vm.console().matches("block request").count(), 2, "{}", vm.console());
     vm.kill().await.unwrap();
     assert_eq!(children(spawner.pid()), Vec::<u32>::new());
+}
+
+/// A file system in memory with next to no room, until this is dropped.
+struct Small(tempfile::TempDir);
+
+impl Drop for Small {
+    fn drop(&mut self) {
+        let _ = rustix::mount::unmount(self.0.path(), rustix::mount::UnmountFlags::DETACH);
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_a_scratch_disk_does_not_do_is_counted() {
+    let Some(spawner) = spawner() else { return };
+    let Some(tiny) = Tiny::find(&spawner).await else { return };
+    let dir = tempfile::tempdir().unwrap();
+    if let Err(why) = rustix::mount::mount("tmpfs", dir.path(), "tmpfs", rustix::mount::MountFlags::empty(), c"size=8k,mode=0755") {
+        return eprintln!("skipped: mounting a tmpfs: {why}");
+    }
+    let small = Small(dir);
+    let snapshot = tiny.saved().await;
+    let mut vm = tiny.vmm.restore(&snapshot, &[]).await.unwrap();
+    assert_eq!(vm.failed_disk_operations().await.unwrap(), 0, "it stands still");
+    let file = std::fs::File::options().read(true).write(true).create_new(true).open(small.0.path().join("scratch")).unwrap();
+    file.set_len(1 << 20).unwrap();
+    std::fs::write(small.0.path().join("filler"), [0; 8192]).unwrap();
+    vm.swap(Slot::SCRATCH, Disk { source: Source::File(file.into()), bytes: 1 << 20 }).await.unwrap();
+    vm.resume().await.unwrap();
+    let guest = session(vm.connect().await.unwrap(), 1, true).await;
+    guest.reseed([1; 64]).await.unwrap();
+    assert_eq!(say(&guest, &["read", "5"]).await, "");
+    assert_eq!(vm.failed_disk_operations().await.unwrap(), 0);
+    assert_ne!(run(&guest, &["write", "5", "x"]).await.1, Exit::Code(0));
+    assert_ne!(run(&guest, &["write", "5", "x"]).await.1, Exit::Code(0));
+    // An empty slot takes nothing, and is none of it.
+    assert_ne!(run(&guest, &["write", "2", "x"]).await.1, Exit::Code(0));
+    let begin = Instant::now();
+    assert_eq!(vm.failed_disk_operations().await.unwrap(), 2);
+    eprintln!("counted in {:?}", begin.elapsed());
+    assert_eq!(vm.failed_disk_operations().await.unwrap(), 2, "until now, not since");
+    std::fs::remove_file(small.0.path().join("filler")).unwrap();
+    assert_eq!(say(&guest, &["write", "5", "x"]).await, "");
+    assert_eq!(vm.failed_disk_operations().await.unwrap(), 2);
+    vm.kill().await.unwrap();
 }
 
 /// From nothing to the answer to a reseed. When the machine stood still, when it answered, and how long from the resume on.

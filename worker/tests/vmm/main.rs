@@ -12,6 +12,7 @@ mod nbd;
 mod qemu;
 #[expect(dead_code, reason = "shared with benches")]
 mod tiny;
+mod tiny_guest;
 
 use std::collections::BTreeMap;
 use std::sync::Arc;

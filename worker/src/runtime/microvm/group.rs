@@ -12,8 +12,7 @@ use volley_jobspecs::machine;
 use volley_jobspecs::spec::Resources;
 
 use crate::cgroup::{CgroupError, Cgroups, Limits, SlotCgroup};
-use crate::vmm::qemu::TRANSLATED_BYTES;
-use crate::vmm::{Accelerator, Capabilities};
+use crate::vmm::Capabilities;
 
 /// Threads and processes of a VMM: one a processor, some for disks and a handful else. What its user may have at most (`vmm/spawner`).
 const PIDS_MAX: u32 = 256;
@@ -96,10 +95,9 @@ impl Group {
 /// What a machine may use of its host.
 #[must_use]
 pub fn limits(resources: &Resources, capabilities: &Capabilities) -> Limits {
-    let translated = if capabilities.identity.accelerator == Accelerator::Tcg { TRANSLATED_BYTES } else { 0 };
     let processors = u32::from(machine::vcpus(resources)).saturating_mul(1_000);
     Limits {
-        memory_bytes: Some(machine::host_memory_bytes(resources).saturating_add(translated)),
+        memory_bytes: Some(machine::host_memory_bytes(resources).saturating_add(capabilities.beside_bytes)),
         cpu_milli: Some(resources.cpus.map_or(processors.saturating_add(BESIDE_MILLI), |cpus| cpus.0)),
         pids: Some(PIDS_MAX),
     }

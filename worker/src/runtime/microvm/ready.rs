@@ -4,7 +4,7 @@
 //! A machine that does not confirm one of them is killed.
 
 use std::sync::Arc;
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use minicbor::bytes::ByteArray;
 use volley_jobspecs::wire::guest::{Dir, Furnish, Identity, Mount, User};
@@ -115,25 +115,28 @@ async fn confirm(
 
 /// How long each step took, in microseconds.
 struct Laps {
-    last: std::time::Instant,
+    last: Instant,
     us: Vec<u128>,
 }
 
 impl Laps {
     fn begin() -> Self {
-        Self { last: std::time::Instant::now(), us: Vec::new() }
+        Self { last: Instant::now(), us: Vec::new() }
     }
 
     fn end(&mut self) {
         self.us.push(self.last.elapsed().as_micros());
-        self.last = std::time::Instant::now();
+        self.last = Instant::now();
     }
 }
 
 /// Begins the session.
 async fn greet(vm: &dyn Vm) -> Result<Guest, RestoreError> {
-    let stream = vm.connect().await?;
-    let (guest, hello) = Guest::connect(stream, random()?, true, ANSWER_WAIT).await?;
+    let begin = Instant::now();
+    // Firecracker is asked for the connection until the agent listens, which one that was saved did.
+    let connected = tokio::time::timeout(ANSWER_WAIT, vm.connect()).await;
+    let stream = connected.map_err(|_late| GuestError::Silent { what: "a connection", after: ANSWER_WAIT })??;
+    let (guest, hello) = Guest::connect(stream, random()?, true, ANSWER_WAIT.saturating_sub(begin.elapsed())).await?;
     if !hello.reseed_due {
         return Err(RestoreError::Guest(GuestError::Nonsense { what: "a session that begins with a reseed" }));
     }

@@ -19,6 +19,8 @@ pub const MEMORY_FD: u32 = 5;
 pub const STATE_FD: u32 = 6;
 /// See [`STATE_FD`].
 pub const SAVE_MEMORY_FD: u32 = 6;
+/// Where metrics go, at a restore.
+pub const METRICS_FD: u32 = 7;
 /// Where the state is saved.
 pub const SAVE_STATE_FD: u32 = 7;
 /// The initial RAM disk, at boot.
@@ -89,6 +91,18 @@ pub fn load(version: Version) -> Call {
         body.insert("clock_realtime".to_owned(), json!(true));
     }
     ("PUT", "/snapshot/load".to_owned(), body)
+}
+
+/// Has it count into its pipe; before anything is loaded.
+#[must_use]
+pub fn metrics() -> Call {
+    ("PUT", "/metrics".to_owned(), json!({"metrics_path": path(METRICS_FD)}))
+}
+
+/// Has it tell what it counted since it told last.
+#[must_use]
+pub fn tell_metrics() -> Call {
+    ("PUT", "/actions".to_owned(), json!({"action_type": "FlushMetrics"}))
 }
 
 /// Saves a machine that stands still.

@@ -5,14 +5,16 @@
  * instruction is emulated, few of them count, and the vector units are not to be used at all (-mgeneral-regs-only).
  *
  * Its commands: `count` says how often it was asked, before a snapshot too; `read N` says the first bytes of disk N; `write N TEXT` puts
- * TEXT there. Virtio: OASIS, Virtual I/O Device version 1.1; vsock: section 5.10 there. */
+ * TEXT there; `proof` says what it proved its last reseed with; `exit CODE WORDS` says its words and ends with the code; `sleep` goes on until
+ * it is sent a signal, `hang` until its machine is gone; `panic` ends the machine as a kernel would that gives up. It has no files: what it takes is thrown away, and what it gives is an empty tree.
+ * Virtio: OASIS, Virtual I/O Device version 1.1; vsock: section 5.10 there. */
 
 typedef unsigned char u8;
 typedef unsigned short u16;
 typedef unsigned int u32;
 typedef unsigned long u64;
 
-enum { PORT = 5000, HOST = 2, RING = 16, BUFFER = 4096, IN_MAX = 65536, OUT_MAX = 2048, DISKS_MAX = 8, SECTOR = 512 };
+enum { PORT = 5000, HOST = 2, RING = 16, BUFFER = 4096, IN_MAX = 65536, OUT_MAX = 2048, DISKS_MAX = 8, SECTOR = 512, WORDS_MAX = 8 };
 
 /* Any eight bytes. */
 typedef u64 __attribute__((may_alias, aligned(1))) word;
@@ -146,12 +148,12 @@ static u8 event_buffers[4][8];
 
 static u8 sector[SECTOR] __attribute__((aligned(512)));
 
-static int use_disk(u32 number, int write) {
+static int use_disk(u32 number, u64 at, int write) {
     static struct { u32 type, reserved; u64 sector; } head;
     static volatile u8 status;
     if (number >= disk_count) return 1;
     struct queue *queue = &disk_queues[number];
-    head.type = write ? 1 : 0;
+    head.type = write ? 1 : 0, head.sector = at;
     status = 255;
     queue->descriptors[0] = (struct descriptor){(u64)&head, sizeof head, 1, 1};
     queue->descriptors[1] = (struct descriptor){(u64)sector, SECTOR, write ? 1 : 3, 2};
@@ -231,6 +233,10 @@ static u8 in[IN_MAX], out[OUT_MAX];
 static u32 in_len, out_len;
 static int live, reseed_due;
 static u32 count;
+/* Calls that go on: a command, and files that come. */
+static u32 running, taking;
+static int deaf;
+static u8 proof[32];
 enum { FRAME = 64 };
 static const char CALL[17] = "\xf7Volley resync>\n", ECHO[17] = "\xf7Volley resync<\n";
 
@@ -282,12 +288,12 @@ static void refuse(u32 call, u8 kind, const char *text) {
 
 struct text { const u8 *bytes; u32 len; };
 
-/* A CBOR head: its major type; its value goes to `value`. Behind the end it reads as 0. */
+/* A CBOR head: its major type; its value goes to `value`, the lower half of a long one. Behind the end it reads as 0. */
 static u8 head_of(struct text *from, u32 *value) {
     u8 first = 0;
     *value = 0;
     if (from->len) first = *from->bytes, from->bytes++, from->len--;
-    u32 more = (first & 31) == 24 ? 1 : (first & 31) == 25 ? 2 : (first & 31) == 26 ? 4 : 0;
+    u32 more = (first & 31) < 24 ? 0 : 1u << ((first & 31) - 24);
     if (!more) *value = first & 31;
     while (more-- && from->len) *value = *value << 8 | *from->bytes, from->bytes++, from->len--;
     return first >> 5;
@@ -310,38 +316,114 @@ static int is(struct text word, const char *text) {
     return 1;
 }
 
-static void exec(u32 call, struct text body) {
-    struct text words[3];
-    u32 number = words_of(body, words, 3);
+/* How a command ended: `how` is 0 for a code and 1 for a signal. */
+static void ended(u32 call, u8 how, u32 number) {
+    end_frame(begin_frame(5, 2, call));
+    end_frame(begin_frame(5, 3, call));
+    u32 at = begin_answer(call, 3, 1);
+    put_head(5, 5);
+    put_head(0, 0), put_head(4, 2), put_head(0, how), put_head(4, 1), put_head(0, number);
+    put_head(0, 1), put(0xf4);
+    put_head(0, 2), put_head(0, 0);
+    put_head(0, 3), put_head(5, 3), put_head(0, 0), put_head(0, 0), put_head(0, 1), put_head(0, 0), put_head(0, 2), put_head(0, 0);
+    put_head(0, 4), put_head(0, 0);
+    end_frame(at);
+}
+
+/* False: it goes on. */
+static int exec(u32 call, struct text body) {
+    struct text words[WORDS_MAX];
+    u32 number = words_of(body, words, WORDS_MAX);
     u32 at = begin_answer(call, 2, 1);
     put_head(0, 1);
     end_frame(at);
     int code = 127;
+    if (number > 0 && (is(words[0], "hang") || is(words[0], "sleep"))) {
+        say("tiny guest: a command goes on\n");
+        running = call, deaf = is(words[0], "hang");
+        return 0;
+    }
+    if (number > 0 && is(words[0], "panic")) {
+        say("Kernel panic - not syncing: it was told to\n");
+        /* The keyboard's controller resets the processor. */
+        for (;;) out8(0x64, 0xfe);
+    }
     u32 data = begin_frame(3, 2, call), disk = number > 1 && words[1].len == 1 ? (u32)(words[1].bytes[0] - '0') : 99;
     if (number > 0 && is(words[0], "count")) {
         code = 0;
         count++;
         for (u32 unit = 1000; unit; unit /= 10) put((u8)('0' + count / unit % 10));
     } else if (number > 1 && is(words[0], "read")) {
-        code = use_disk(disk, 0);
+        code = use_disk(disk, 0, 0);
         for (u32 i = 0; !code && i < 32 && sector[i] >= ' ' && sector[i] < 127; i++) put(sector[i]);
     } else if (number > 2 && is(words[0], "write")) {
         memset(sector, 0, SECTOR);
         memcpy(sector, words[2].bytes, words[2].len < SECTOR ? words[2].len : SECTOR);
-        code = use_disk(disk, 1);
+        code = use_disk(disk, 0, 1);
+    } else if (number > 0 && is(words[0], "proof")) {
+        code = 0;
+        for (u32 i = 0; i < sizeof proof; i++) put((u8)"0123456789abcdef"[proof[i] >> 4]), put((u8)"0123456789abcdef"[proof[i] & 15]);
+    } else if (number > 1 && is(words[0], "exit")) {
+        code = 0;
+        for (u32 i = 0; i < words[1].len; i++) code = code * 10 + words[1].bytes[i] - '0';
+        for (u32 i = 2; i < number; i++) {
+            if (i > 2) put(' ');
+            put_bytes(words[i].bytes, words[i].len);
+        }
     }
     /* There are no frames without bytes. */
     put('\n');
     end_frame(data);
+    ended(call, 0, (u32)code);
+    return 1;
+}
+
+/* A signal, or a kill, for the command that runs. */
+static void ordered(struct text body) {
+    u32 value, variant, signal = 9;
+    head_of(&body, &value), head_of(&body, &variant), head_of(&body, &value);
+    if (variant == 0) head_of(&body, &signal);
+    if (deaf) return;
+    ended(running, 1, signal);
+    close_call(running);
+    running = 0;
+}
+
+/* None, and none left out. */
+static void say_files(u32 call) {
+    u32 at = begin_answer(call, 4, 1);
+    put_head(5, 4), put_head(0, 0), put_head(0, 0), put_head(0, 1), put_head(0, 0), put_head(0, 2), put_head(4, 0), put_head(0, 3), put_head(0, 0);
+    end_frame(at);
+}
+
+/* The end of an archive: two blocks of zeros. */
+static void give_files(u32 call) {
+    u32 at = begin_frame(3, 2, call);
+    if (out_len + 1024 <= OUT_MAX) memset(out + out_len, 0, 1024), out_len += 1024;
+    end_frame(at);
     end_frame(begin_frame(5, 2, call));
-    end_frame(begin_frame(5, 3, call));
-    at = begin_answer(call, 3, 1);
-    put_head(5, 5);
-    put_head(0, 0), put_head(4, 2), put_head(0, 0), put_head(4, 1), put_head(0, (u32)code);
-    put_head(0, 1), put(0xf4);
-    put_head(0, 2), put_head(0, 0);
-    put_head(0, 3), put_head(5, 3), put_head(0, 0), put_head(0, 0), put_head(0, 1), put_head(0, 0), put_head(0, 2), put_head(0, 0);
-    put_head(0, 4), put_head(0, 0);
+    say_files(call);
+}
+
+/* The disk that is to be mounted must be there, have its size, and hold an ext4: its magic number lies at 1,080. */
+static void furnish(u32 call, struct text body) {
+    u32 value, bytes;
+    /* Furnish, its mount, that one's disk: by name. */
+    head_of(&body, &value), head_of(&body, &value), head_of(&body, &value), head_of(&body, &value);
+    head_of(&body, &value), head_of(&body, &value);
+    u32 named = value;
+    head_of(&body, &value), head_of(&body, &value);
+    u32 number = value == 3 && body.len > 3 && body.bytes[0] == 'v' && body.bytes[1] == 'd' ? (u32)(body.bytes[2] - 'a') : 99;
+    if (body.len < value) return refuse(call, 0, "no disk named");
+    body.bytes += value, body.len -= value;
+    head_of(&body, &value), head_of(&body, &bytes);
+    if (named != 1 || number >= disk_count) return refuse(call, 2, "there is no such disk");
+    /* In sectors. */
+    if (*reg(disks[number], 0x100) != bytes / SECTOR || *reg(disks[number], 0x104)) return refuse(call, 7, "the disk has another size");
+    if (use_disk(number, 2, 0) || sector[56] != 0x53 || sector[57] != 0xef) return refuse(call, 7, "there is no ext4 on the disk");
+    u32 at = begin_answer(call, 10, 1);
+    /* Nobody's. */
+    put(0xf6);
     end_frame(at);
 }
 
@@ -361,7 +443,13 @@ static int request(u32 call, struct text body) {
         break;
     case 1:
         if (reseed_due) refuse(call, 1, "reseed first");
-        else exec(call, body);
+        else if (!exec(call, body)) return 1;
+        break;
+    case 2:
+        taking = call;
+        return 1;
+    case 3:
+        give_files(call);
         break;
     case 6:
         at = begin_answer(call, 6, 1);
@@ -375,8 +463,7 @@ static int request(u32 call, struct text body) {
         }
         reseed_due = 0;
         at = begin_answer(call, 7, 1);
-        put_head(2, 32);
-        u8 proof[32];
+        put_head(2, sizeof proof);
         hash(body.bytes, 64, proof);
         put_bytes(proof, 32);
         end_frame(at);
@@ -391,6 +478,9 @@ static int request(u32 call, struct text body) {
         end_frame(at);
         reseed_due = 1;
         stays = 0;
+        break;
+    case 15:
+        furnish(call, body);
         break;
     default:
         refuse(call, 0, "not in this guest");
@@ -426,7 +516,7 @@ static int take(void) {
         put_bytes(in, FRAME - 8);
         put_bytes(check, 8);
         drop_in(FRAME);
-        live = 1;
+        live = 1, running = taking = 0;
         return 1;
     }
     if (in_len && (in[0] == 0xf7 || in[0] == 0)) {
@@ -437,8 +527,11 @@ static int take(void) {
     u32 len = in[2] | (u32)in[3] << 8, call;
     if (in_len < 8 + len) return 0;
     memcpy(&call, in + 4, 4);
-    /* Windows, ends and what is said to a call that is over: nothing to do. */
-    if (in[0] == 1) live = request(call, (struct text){in + 8, len});
+    /* Windows and what is said to a call that is over: nothing to do. */
+    if (in[0] == 1 && running && call == running) ordered((struct text){in + 8, len});
+    else if (in[0] == 1) live = request(call, (struct text){in + 8, len});
+    else if (in[0] == 7 && running && call == running && !deaf) close_call(call), running = 0;
+    else if (in[0] == 5 && taking && call == taking) say_files(call), close_call(call), taking = 0;
     drop_in(8 + len);
     return 1;
 }
@@ -448,7 +541,7 @@ static void flush(void) {
     out_len = 0;
 }
 
-static void hang_up(void) { connected = live = 0, in_len = out_len = 0; }
+static void hang_up(void) { connected = live = 0, in_len = out_len = 0, running = taking = 0; }
 
 static void received(const u8 *bytes) {
     struct packet head;

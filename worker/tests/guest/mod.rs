@@ -17,7 +17,7 @@ mod host;
 
 pub use host::Host;
 
-/// Memory of the guest: the disk lies in it, twice while it is unpacked.
+/// Memory of the guest where nothing is said: the disk lies in it, twice while it is unpacked.
 const MEMORY_MIB: u32 = 768;
 /// What is done before the script and after it.
 const INIT: &str = "#!/bin/busybox sh
@@ -38,12 +38,14 @@ pub struct Guest {
     host: Host,
     disk: Archive,
     boot_options: String,
+    /// Its memory.
+    pub memory_mib: u32,
 }
 
 impl Guest {
     /// A guest with busybox. `boot_options` are added to the kernel's command line.
     pub fn new(host: Host, boot_options: &str) -> Self {
-        let mut guest = Self { host, disk: Archive::new(), boot_options: boot_options.to_owned() };
+        let mut guest = Self { host, disk: Archive::new(), boot_options: boot_options.to_owned(), memory_mib: MEMORY_MIB };
         for dir in ["/proc", "/sys", "/dev", "/tmp"] {
             guest.disk.dir(Path::new(dir));
         }
@@ -92,7 +94,7 @@ impl Guest {
 
     fn command(&self, disk: &Path) -> Command {
         let mut command = Command::new(&self.host.qemu);
-        command.args(["-accel", "tcg", "-cpu", "max", "-machine", "q35", "-smp", "1", "-m", &format!("{MEMORY_MIB}M")]);
+        command.args(["-accel", "tcg", "-cpu", "max", "-machine", "q35", "-smp", "1", "-m", &format!("{}M", self.memory_mib)]);
         command.args(["-nodefaults", "-no-user-config", "-no-reboot", "-display", "none", "-serial", "stdio"]);
         command.arg("-kernel").arg(&self.host.kernel).arg("-initrd").arg(disk);
         // Only what stops the kernel is printed by it: the console is for the script.

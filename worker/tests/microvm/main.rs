@@ -7,11 +7,14 @@ mod ends;
 mod files;
 mod firecracker;
 mod groups;
+#[path = "../guest/mod.rs"]
+mod guest;
 mod hard;
 #[expect(dead_code, reason = "shared with tests that start QEMU themselves")]
 #[path = "../guest/host.rs"]
 mod host;
 mod image;
+mod linux_on_firecracker;
 #[expect(dead_code, reason = "shared with tests of other tiers")]
 #[path = "../support/mod.rs"]
 mod support;

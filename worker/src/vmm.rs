@@ -11,6 +11,7 @@ pub mod choice;
 pub mod console;
 pub mod files;
 pub mod firecracker;
+pub mod greet;
 pub mod kvm;
 pub mod processor;
 pub mod qemu;

@@ -16,6 +16,7 @@ use super::depot::DepotError;
 use super::{NoRoom, Recipe};
 use crate::guest::{Command, Guest, GuestError};
 use crate::prepare;
+use crate::vmm::greet::{GreetError, greet};
 use crate::vmm::{Boot, Snapshot, Vm, Vmm, VmmError};
 
 /// Lines of a console that are told.
@@ -220,19 +221,18 @@ impl Build<'_> {
     }
 
     async fn session(&self, vm: &dyn Vm, stage: &'static str, reseed: bool) -> Result<Guest, BuildError> {
-        let stream = self.vmm(stage, Some(vm), vm.connect()).await?;
-        let mut nonce = [0; 32];
-        getrandom::fill(&mut nonce).map_err(|e| BuildError::Random(e.to_string()))?;
-        let left = self.deadline.saturating_duration_since(Instant::now());
+        let capabilities = self.builder.vmm.capabilities();
         // A machine that ends while it boots says nothing more.
-        let connected = tokio::select! {
-            connected = Guest::connect(stream, nonce, reseed, left) => connected,
-            _ended = vm.ended() => Err(GuestError::Lost("the machine ended".to_owned())),
+        let greeted = tokio::select! {
+            greeted = greet(vm, capabilities, reseed, self.deadline) => greeted,
+            _ended = vm.ended() => Err(GuestError::Lost("the machine ended".to_owned()).into()),
         };
-        match connected {
+        match greeted {
             Ok((guest, _hello)) => Ok(guest),
-            Err(GuestError::Silent { .. }) if Instant::now() >= self.deadline => Err(self.late(stage, Some(vm))),
-            Err(source) => Err(BuildError::Guest { stage, source, console: console(Some(vm)) }),
+            Err(GreetError::Guest(GuestError::Silent { .. })) if Instant::now() >= self.deadline => Err(self.late(stage, Some(vm))),
+            Err(GreetError::Guest(source)) => Err(BuildError::Guest { stage, source, console: console(Some(vm)) }),
+            Err(GreetError::Vmm(source)) => Err(BuildError::Vmm { stage, source, console: console(Some(vm)) }),
+            Err(GreetError::Random(why)) => Err(BuildError::Random(why)),
         }
     }
 

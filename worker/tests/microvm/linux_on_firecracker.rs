@@ -116,6 +116,8 @@ async fn inside_a_task_runs_in_linux_on_firecracker() {
     let ours = spawner.clone();
     let world = World::start_in(dir, |config| {
         config.isolation = vec![Isolation::Microvm];
+        // Its disks are sparse.
+        config.disk_bytes = 64 << 30;
         config.machines.spawner = Some(ours);
         config.machines.standby_of_one_max = Some(1);
     });
@@ -156,7 +158,7 @@ async fn inside_a_task_runs_in_linux_on_firecracker() {
     println!("panic: {}", message(&end));
     assert_eq!(end.ending, failed(FailureClass::GuestLost), "{end:?}");
     assert!(message(&end).contains("the guest's kernel panicked (not syncing: sysrq triggered crash)"), "{end:?}");
-    let end = w.run_one(&task(&image, r#""command":"x=$(dd if=/dev/zero bs=1M count=100 | tr '\\0' x); echo ${#x}""#)).await;
+    let end = w.run_one(&task(&image, r#""command":"x=$(dd if=/dev/zero bs=1M count=100 | tr '\\0' x); echo $${#x}""#)).await;
     println!("memory: {:?} {}", end.ending, message(&end));
     assert_eq!(end.ending, failed(FailureClass::Oom), "{end:?}");
     w.finish().await;

@@ -15,6 +15,7 @@ use crate::image::oci::Config as ImageConfig;
 use crate::machines::{Found, Machines, ScratchDisk};
 use crate::prepare::InMachine;
 use crate::restore::RestoreError;
+use crate::vmm::greet::{GreetError, greet};
 use crate::vmm::{Disk, Slot, Source, Vm};
 
 /// How long the first answer may take. An emulated machine answers within half a second; many at once on a busy host take longer.
@@ -93,7 +94,7 @@ async fn confirm(
     vm.resume().await?;
     // Beside the greeting, which takes longer: a move waits for all processors of the host to have looked, some 10 ms, if none was lately.
     let entered = async { vm.enter(place.cgroups).await.map_err(RestoreError::from) };
-    let (guest, ()) = futures::try_join!(greet(&*vm), entered)?;
+    let (guest, ()) = futures::try_join!(greeted(machines, &*vm), entered)?;
     laps.end();
     let proof = guest.reseed(random()?).await?;
     laps.end();
@@ -131,12 +132,13 @@ impl Laps {
 }
 
 /// Begins the session.
-async fn greet(vm: &dyn Vm) -> Result<Guest, RestoreError> {
-    let begin = Instant::now();
-    // Firecracker is asked for the connection until the agent listens, which one that was saved did.
-    let connected = tokio::time::timeout(ANSWER_WAIT, vm.connect()).await;
-    let stream = connected.map_err(|_late| GuestError::Silent { what: "a connection", after: ANSWER_WAIT })??;
-    let (guest, hello) = Guest::connect(stream, random()?, true, ANSWER_WAIT.saturating_sub(begin.elapsed())).await?;
+async fn greeted(machines: &Machines, vm: &dyn Vm) -> Result<Guest, RestoreError> {
+    let greeted = greet(vm, machines.vmm.capabilities(), true, tokio::time::Instant::now() + ANSWER_WAIT).await;
+    let (guest, hello) = greeted.map_err(|why| match why {
+        GreetError::Vmm(why) => RestoreError::Vmm(why),
+        GreetError::Guest(why) => RestoreError::Guest(why),
+        GreetError::Random(why) => RestoreError::Random(why),
+    })?;
     if !hello.reseed_due {
         return Err(RestoreError::Guest(GuestError::Nonsense { what: "a session that begins with a reseed" }));
     }

@@ -33,6 +33,8 @@ pub struct ResolvedTask {
     pub warm_up: Vec<WarmUpSpec>,
     /// Do processes of that go on?
     pub keep_processes: bool,
+    /// How long its machine is kept when it fails, in milliseconds.
+    pub keep_failed_ms: Option<u64>,
     /// The task's own environment variables.
     pub env: BTreeMap<String, String>,
     /// Standard input, at most 256 KiB.
@@ -416,6 +418,7 @@ impl TaskTemplate {
             command,
             warm_up: task.warm_up.iter().map(plain).collect(),
             keep_processes: task.keep_processes,
+            keep_failed_ms: task.keep_failed.map(|time| time.0),
             env,
             stdin,
             workdir,

@@ -3,6 +3,7 @@
 //! Owns who speaks where; the permissions in `deploy/nats/` follow this file. Does not own what is said.
 
 use crate::ids::{JobId, TenantId, WorkerId};
+use crate::wire::shell::SessionId;
 
 /// The one stream.
 pub const LOG_STREAM: &str = "VOLLEY_LOG";
@@ -85,4 +86,29 @@ pub fn watch(job: JobId) -> String {
 #[must_use]
 pub fn live_all(job: JobId) -> String {
     format!("volley.live.{job}.*")
+}
+
+/// Where a worker hears that somebody wants a shell in one of its tasks' machines. The answer goes to the message's reply subject, which is
+/// [`shell_answer`].
+#[must_use]
+pub fn shell(worker: &WorkerId) -> String {
+    format!("volley.shell.{worker}")
+}
+
+/// Where the answer to such a wish goes.
+#[must_use]
+pub fn shell_answer(session: &SessionId) -> String {
+    format!("volley.ack.shell.{session}")
+}
+
+/// What is said in a session to its worker.
+#[must_use]
+pub fn shell_to_worker(worker: &WorkerId, session: &SessionId) -> String {
+    format!("volley.shell.{worker}.{session}")
+}
+
+/// What the worker says in it.
+#[must_use]
+pub fn shell_from_worker(worker: &WorkerId, session: &SessionId) -> String {
+    format!("volley.shown.{worker}.{session}")
 }

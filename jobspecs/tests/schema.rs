@@ -118,7 +118,7 @@ fn whole() -> Value {
             "inputs": [{ "from": "s3://bucket/k", "path": "p", "executable": true }],
             "volumes": [{ "volume": "v", "path": "/v", "access": "rw" }],
             "network": { "allow": [{ "host": "h", "ports": [1] }] }, "secrets": [{ "name": "n", "env": "N" }],
-            "timeouts": { "run": "1s" }, "warmUp": [{ "command": ["c"], "env": { "A": "b" } }], "keepProcesses": true,
+            "timeouts": { "run": "1s" }, "warmUp": [{ "command": ["c"], "env": { "A": "b" } }], "keepProcesses": true, "keepFailed": "30m",
             "retry": { "backoff": { "factor": 2 }, "rules": [{ "match": { "classes": ["oom"] }, "action": "fail" }] }
         },
         "stages": [{ "name": "s", "needs": [{ "stage": "t", "by": "index" }], "task": { "command": "x" } }],

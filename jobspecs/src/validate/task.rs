@@ -15,6 +15,9 @@ const MEMORY_BYTES_MIN: u64 = 4 << 20;
 /// Longest time between SIGTERM and SIGKILL, in milliseconds: a worker that drains waits for it.
 const GRACE_MS_MAX: u64 = 10 * 60_000;
 
+/// Longest time for which a failed attempt's machine is kept, in milliseconds: somebody looks the next morning, and not later.
+const KEEP_FAILED_MS_MAX: u64 = 24 * 60 * 60_000;
+
 /// Most bytes of a warm-up, all words and variables together: they stand in the template's manifest, which every worker reads.
 const WARM_UP_BYTES_MAX: usize = 256 * 1024;
 
@@ -27,6 +30,7 @@ pub(super) fn judge(path: &str, task: &TaskSpec, features: &Features, out: &mut 
     judge_paths(path, task, out);
     judge_environment(path, task, out);
     judge_warm_up(path, task, out);
+    judge_keep_failed(path, task, out);
     judge_volumes(path, task, out);
     if let Some(memory) = task.resources.memory.filter(|memory| memory.0 < MEMORY_BYTES_MIN) {
         out.push(Problem::new(format!("{path}.resources.memory"), "too small").found(memory).allowed("at least 4MiB"));
@@ -213,6 +217,22 @@ fn judge_warm_up(path: &str, task: &TaskSpec, out: &mut Vec<Problem>) {
     if bytes > WARM_UP_BYTES_MAX {
         let problem = Problem::new(format!("{path}.warmUp"), "too long").found(format!("{bytes} bytes"));
         out.push(problem.allowed(format!("at most {WARM_UP_BYTES_MAX} bytes; longer ones belong in a script of the image")));
+    }
+}
+
+/// Only a machine can be kept, and not for ever.
+fn judge_keep_failed(path: &str, task: &TaskSpec, out: &mut Vec<Problem>) {
+    let Some(time) = task.keep_failed else { return };
+    let place = format!("{path}.keepFailed");
+    if task.isolation != Isolation::Microvm {
+        let message = format!("isolation \"{}\" has no machine that could be kept", task.isolation.as_str());
+        let problem = Problem::new(&place, message).depends(format!("{path}.isolation"));
+        out.push(problem.hint("leave it out, or choose isolation \"microvm\""));
+    }
+    if time.0 > KEEP_FAILED_MS_MAX {
+        out.push(Problem::new(place, "too long").found(time).allowed("at most 24h"));
+    } else if time.0 == 0 {
+        out.push(Problem::new(place, "too short").found(time).allowed("at least 1ms; leave it out to keep none"));
     }
 }
 

@@ -122,6 +122,9 @@ pub enum Order {
     /// Kill the command and everything it started.
     #[n(1)]
     Kill,
+    /// Its terminal has another size. Without effect where it has none. Agents before this end the call.
+    #[n(2)]
+    Resize(#[n(0)] Tty),
 }
 
 /// A command.
@@ -160,6 +163,26 @@ pub struct Exec {
     #[n(8)]
     #[cbor(default)]
     pub leave: bool,
+    /// A terminal of its own, which is its three streams: what it writes comes as output, and no errors. Agents before this give it pipes.
+    #[n(9)]
+    pub tty: Option<Tty>,
+    /// When the machine is out of memory, is it the first to go? For what is beside a task, and must not be in the way of its verdict. Agents
+    /// before this take no heed.
+    #[n(10)]
+    #[cbor(default)]
+    pub expendable: bool,
+}
+
+/// The size of a terminal, in characters.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode)]
+#[cbor(map)]
+pub struct Tty {
+    /// Lines.
+    #[n(0)]
+    pub rows: u16,
+    /// Columns.
+    #[n(1)]
+    pub cols: u16,
 }
 
 /// As whom a command runs.

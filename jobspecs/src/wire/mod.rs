@@ -17,6 +17,7 @@ pub mod live;
 pub mod plan;
 pub mod record;
 pub mod report;
+pub mod shell;
 pub mod trace;
 pub mod work;
 

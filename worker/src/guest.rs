@@ -15,7 +15,7 @@ use tokio::time::Instant;
 use volley_jobspecs::wire::guest::mux::Channel;
 use volley_jobspecs::wire::guest::resync::{DISCARD_BYTES_MAX, FILLER, FILLER_BYTES, From, NONCE_BYTES, Resync, Scanner};
 use volley_jobspecs::wire::guest::{
-    Answer, Ended, Exec, Furnish, Hello, Identity, Mount, Order, PROTOCOL, Refusal, Request, SEED_BYTES, Stats,
+    Answer, Ended, Exec, Furnish, Hello, Identity, Mount, Order, PROTOCOL, Refusal, Request, SEED_BYTES, Stats, Tty,
 };
 
 pub use files::FilesError;
@@ -102,6 +102,12 @@ impl Guest {
             return Err(GuestError::Protocol { theirs: hello.protocol });
         }
         Ok((guest, hello))
+    }
+
+    /// A session that nobody has answered to.
+    #[cfg(test)]
+    pub fn unheard(stream: Box<dyn Stream>) -> Self {
+        Self { link: Link::start(stream, &[]) }
     }
 
     /// Sends a request and waits for the one answer.
@@ -362,6 +368,14 @@ impl Command {
     /// [`GuestError::Lost`].
     pub fn kill(&self) -> Result<(), GuestError> {
         self.call.say(&Order::Kill)
+    }
+
+    /// Gives its terminal another size.
+    ///
+    /// # Errors
+    /// [`GuestError::Lost`]; also when more was said than the guest has taken.
+    pub fn resize(&self, size: Tty) -> Result<(), GuestError> {
+        self.call.say(&Order::Resize(size))
     }
 
     /// Waits for its end, as the guest tells it. Output that nobody reads holds it up.

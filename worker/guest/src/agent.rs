@@ -13,6 +13,7 @@ mod exec;
 mod identity;
 mod session;
 mod stats;
+mod tty;
 pub mod users;
 mod verbs;
 

@@ -61,11 +61,11 @@ fn libraries(program: &Path) -> Vec<PathBuf> {
 }
 
 /// What busybox is called in an image.
-const TOOLS: [&str; 60] = [
+const TOOLS: [&str; 61] = [
     "[", "awk", "cat", "chmod", "cp", "cut", "date", "dd", "df", "echo", "env", "expr", "false", "find", "grep", "head", "hostname", "id",
     "kill", "ln", "ls", "mkdir", "mkfifo", "mknod", "mount", "mv", "nc", "nice", "nohup", "od", "printf", "ps", "pwd", "readlink", "rm",
-    "rmdir", "sed", "seq", "setsid", "sh", "sha256sum", "sleep", "sort", "stat", "sync", "tail", "tee", "test", "timeout", "touch", "tr",
-    "true", "tty", "umount", "uname", "uniq", "usleep", "wc", "xargs", "yes",
+    "rmdir", "sed", "seq", "setsid", "sh", "sha256sum", "sleep", "sort", "stat", "stty", "sync", "tail", "tee", "test", "timeout", "touch",
+    "tr", "true", "tty", "umount", "uname", "uniq", "usleep", "wc", "xargs", "yes",
 ];
 
 /// Makes the files of an image with busybox and nothing else: its names, the libraries it loads, two users, a file that names the image.

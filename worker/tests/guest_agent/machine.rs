@@ -10,7 +10,7 @@ use minicbor::bytes::ByteArray;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use volley_guest::files::Unpack;
 use volley_jobspecs::wire::guest::mux::Channel;
-use volley_jobspecs::wire::guest::{Disk, Exec, Exit, Get, Identity, Limits, Mount, Put, RefusalKind, User};
+use volley_jobspecs::wire::guest::{Disk, Exec, Exit, Get, Identity, Limits, Mount, Put, RefusalKind, Tty, User};
 use volley_worker::guest::{FilesError, Guest, GuestError};
 
 use crate::qemu::{Machine, Parts, Saved};
@@ -41,6 +41,7 @@ async fn a_machine_boots_and_does_what_it_is_asked() {
     assert_eq!((end.output.as_str(), end.errors.as_str(), end.ended.exit), ("out\n", "err\n", Exit::Code(3)), "{:?}", end.ended);
     limits_hold(&guest).await;
     files_go_in_and_out(&guest).await;
+    there_are_terminals(&guest).await;
     it_becomes_somebody(&guest, &hello.boot_id.unwrap()).await;
     let stats = guest.stats().await.unwrap();
     assert!(stats.memory_total_bytes > 100 << 20 && stats.uptime_ms > 0 && stats.cpu_busy_ms > 0, "{stats:?}");
@@ -100,6 +101,20 @@ async fn files_go_in_and_out(guest: &Guest) {
     let (here, _) = guest.get(Get { path: "/work/in".to_owned(), limits: LIMITS }, opened, how, SOON).await.unwrap();
     assert_eq!((here.entries, here.bytes), (3, (2 << 20) + 5));
     assert!(std::fs::read(back.path().join("big")).unwrap() == vec![3; 2 << 20]);
+}
+
+async fn there_are_terminals(guest: &Guest) {
+    let exec = Exec {
+        user: Some(User::Named("ann".to_owned())),
+        tty: Some(Tty { rows: 33, cols: 77 }),
+        ..shell("[ -t 0 ] && [ -t 2 ] && echo yes; echo named > $(readlink /proc/self/fd/1); echo ctl >/dev/tty; stty size")
+    };
+    let end = run(guest, &exec).await;
+    assert_eq!((end.output.as_str(), end.errors.as_str(), end.ended.exit), ("yes\r\nnamed\r\nctl\r\n33 77\r\n", "", Exit::Code(0)));
+    // What it leaves in the background goes with it.
+    let end = run(guest, &Exec { tty: Some(Tty { rows: 24, cols: 80 }), ..shell("sleep 600 & echo $!") }).await;
+    let stray = end.output.trim().to_owned();
+    assert_eq!(output(guest, &format!("[ -d /proc/{stray} ] || echo gone")).await, "gone");
 }
 
 async fn it_becomes_somebody(guest: &Guest, boot_id: &str) {

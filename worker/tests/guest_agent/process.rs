@@ -13,7 +13,7 @@ use volley_guest::files::Unpack;
 use volley_guest::initramfs;
 use volley_jobspecs::wire::guest::mux::{Channel, WINDOW_BYTES};
 use volley_jobspecs::wire::guest::resync::{FRAME_BYTES, From, Resync, Scanner};
-use volley_jobspecs::wire::guest::{Exec, Exit, FileLimits, Get, GetNamed, Identity, Limits, Put, RefusalKind, User};
+use volley_jobspecs::wire::guest::{Exec, Exit, FileLimits, Get, GetNamed, Identity, Limits, Put, RefusalKind, Tty, User};
 use volley_worker::guest::{FilesError, Guest, GuestError, Stream};
 
 use crate::{LIMITS, SOON, finish, run, shell};
@@ -91,6 +91,58 @@ async fn ends_are_told_apart() {
     let command = guest.exec(&shell("sleep 60")).await.unwrap();
     command.kill().unwrap();
     assert_eq!(finish(&command).await.ended.exit, Exit::Signal(9));
+}
+
+/// With a terminal of this size.
+fn on_tty(rows: u16, cols: u16, script: &str) -> Exec {
+    Exec { input: true, tty: Some(Tty { rows, cols }), ..shell(script) }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_command_has_a_terminal_of_its_own() {
+    let agent = Agent::start();
+    let guest = agent.guest().await;
+    // It is all three streams, it is controlled, and it has a size.
+    let end =
+        run(&guest, &on_tty(33, 77, "for i in 0 1 2; do [ -t $i ] && echo $i; done; echo err >&2; echo ctl >/dev/tty; stty size")).await;
+    assert_eq!((end.output.as_str(), end.errors.as_str()), ("0\r\n1\r\n2\r\nerr\r\nctl\r\n33 77\r\n", ""));
+    assert_eq!(end.ended.exit, Exit::Code(0));
+    // What is typed is echoed, another size is told, ^C interrupts, and the end of the input is the terminal's.
+    let script = "trap 'stty size' WINCH; trap 'echo int' INT; echo ready; read line; echo got $line; cat; exit 4";
+    let command = guest.exec(&on_tty(24, 80, script)).await.unwrap();
+    let read = async |until: &str| {
+        let (mut all, mut buffer) = (String::new(), [0; 4096]);
+        while !all.contains(until) {
+            let len = tokio::time::timeout(SOON, command.read(Channel::Output, &mut buffer)).await.expect("soon").unwrap();
+            assert!(len > 0, "{until}: {all}");
+            all.push_str(&String::from_utf8_lossy(&buffer[..len]));
+        }
+        all
+    };
+    read("ready\r\n").await;
+    command.resize(Tty { rows: 50, cols: 120 }).unwrap();
+    command.write(b"hel\x7fllo\n").await.unwrap();
+    let got = read("got ").await;
+    assert!(got.contains("50 120\r\n") || read("\r\n").await.contains("120"), "{got:?}");
+    command.write(b"to cat\n").await.unwrap();
+    read("to cat\r\nto cat\r\n").await;
+    command.end_input();
+    let end = finish(&command).await;
+    assert_eq!(end.ended.exit, Exit::Code(4), "{:?}", end.output);
+    // ^C reaches what is in the foreground.
+    let command = guest.exec(&on_tty(24, 80, "echo up; exec sleep 60")).await.unwrap();
+    let mut buffer = [0; 64];
+    assert!(command.read(Channel::Output, &mut buffer).await.unwrap() > 0);
+    command.write(b"\x03").await.unwrap();
+    assert_eq!(finish(&command).await.ended.exit, Exit::Signal(2));
+    // What is left behind does not hold it up, and what writes much is not cut.
+    let end = run(&guest, &on_tty(24, 80, "seq 20000")).await;
+    assert!(end.output.ends_with("19999\r\n20000\r\n") && end.output.lines().count() == 20_000);
+    // The first to go, where that is asked for.
+    let end = run(&guest, &Exec { expendable: true, ..shell("cat /proc/self/oom_score_adj") }).await;
+    assert_eq!(end.output, "1000\n");
+    assert_eq!(refusal(guest.exec(&Exec { argv: vec!["/none/such".into()], ..on_tty(1, 1, "") }).await), RefusalKind::CannotExec);
+    assert_eq!(run(&guest, &shell("tty || true")).await.output, "not a tty\n", "others have none");
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -24,9 +24,9 @@ const PORT: &str = "volley";
 /// Boot takes 5 seconds on an idle machine.
 pub const BOOT_TIME: Duration = Duration::from_secs(120);
 /// What guests call busybox by.
-const TOOLS: [&str; 22] = [
+const TOOLS: [&str; 24] = [
     "sh", "cat", "sleep", "true", "head", "tail", "yes", "id", "ls", "hostname", "date", "stat", "sync", "wc", "od", "setsid", "cp", "rm",
-    "mkdir", "echo", "env", "kill",
+    "mkdir", "echo", "env", "kill", "readlink", "stty",
 ];
 /// For one command of QMP.
 const QMP_TIME: Duration = Duration::from_secs(60);

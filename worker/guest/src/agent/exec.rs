@@ -20,6 +20,7 @@ use super::Agent;
 use super::cgroup::Group;
 use super::children::Status;
 use super::session::{Call, refused};
+use super::tty;
 use super::users::{self, Ids};
 use crate::files::below;
 use crate::program::Program;
@@ -40,7 +41,34 @@ struct Running {
     started: Instant,
     /// Its output and errors, as far as they have not ended.
     pumps: Arc<AtomicU32>,
+    /// Its terminal, if it has one.
+    tty: Option<OwnedFd>,
 }
+
+/// The agent's ends of a command's streams.
+struct Ends {
+    input: Option<OwnedFd>,
+    output: OwnedFd,
+    /// None: there is a terminal, which is all of them.
+    errors: Option<OwnedFd>,
+    tty: Option<OwnedFd>,
+}
+
+/// What is set of a process before it becomes its program.
+struct Setting<'a> {
+    group: Option<&'a Group>,
+    ids: Option<Ids>,
+    cwd: &'a str,
+    open_files: Option<u64>,
+    /// Is its input a terminal that it is to control?
+    tty: bool,
+    expendable: bool,
+}
+
+/// A terminal's end-of-file character, as long as nothing else is set.
+const END_OF_FILE: &[u8] = b"\x04";
+/// Says to the kernel that this process is the first to go when memory is short; the most it takes.
+const EXPENDABLE: &std::ffi::CStr = c"1000";
 
 /// Why it is no longer waited for.
 enum Stop {
@@ -118,14 +146,15 @@ fn start(agent: &Agent, call: &Call, exec: &Exec) -> Result<Running, Answer> {
     let found = found.ok_or_else(|| bad("a NUL byte in a word or a variable".to_owned()))?;
     // It never comes to its own exec, which would hand a script without a first line to a shell.
     let mut command = Command::new(program);
-    let made = streams(&mut command, exec.input, ids.as_ref()).and_then(|ends| {
-        prepare(&mut command, group.as_ref(), ids, cwd, exec.limits.open_files, found)?;
+    let made = streams(&mut command, exec, ids.as_ref()).and_then(|ends| {
+        let (open_files, tty, expendable) = (exec.limits.open_files, exec.tty.is_some(), exec.expendable);
+        prepare(&mut command, Setting { group: group.as_ref(), ids, cwd, open_files, tty, expendable }, found)?;
         Ok(ends)
     });
     let spawned = made.and_then(|ends| Ok((agent.children.spawn(&mut command)?, ends)));
     // Holds the child's ends of the pipes: with them its output would never end.
     drop(command);
-    let (pid, (input, output, errors)) = match spawned {
+    let (pid, Ends { input, output, errors, tty }) = match spawned {
         Ok(spawned) => spawned,
         Err(e) => {
             if let Some(group) = group {
@@ -137,10 +166,17 @@ fn start(agent: &Agent, call: &Call, exec: &Exec) -> Result<Running, Answer> {
             }));
         }
     };
-    let running = Running { pid, group, started: Instant::now(), pumps: Arc::new(AtomicU32::new(2)) };
+    let pumps = Arc::new(AtomicU32::new(if errors.is_some() { 2 } else { 1 }));
+    let running = Running { pid, group, started: Instant::now(), pumps, tty };
     let moved = pump(call, output, Channel::Output, &running.pumps)
-        .and_then(|()| pump(call, errors, Channel::Errors, &running.pumps))
-        .and_then(|()| input.map_or(Ok(()), |end| feed(call, end)));
+        .and_then(|()| match errors {
+            Some(errors) => pump(call, errors, Channel::Errors, &running.pumps),
+            None => {
+                call.end(Channel::Errors);
+                Ok(())
+            }
+        })
+        .and_then(|()| input.map_or(Ok(()), |end| feed(call, end, if exec.tty.is_some() { END_OF_FILE } else { &[] })));
     match moved {
         Ok(()) => Ok(running),
         Err(e) => {
@@ -164,11 +200,16 @@ fn ids(user: Option<&User>) -> Result<Option<Ids>, Answer> {
     }
 }
 
-/// Gives the command its streams, which are its user's, so that it can open them by name (/dev/stdout). Returns the agent's ends of input,
-/// output and errors.
-fn streams(command: &mut Command, input: bool, ids: Option<&Ids>) -> io::Result<(Option<OwnedFd>, OwnedFd, OwnedFd)> {
+/// Gives the command its streams, which are its user's, so that it can open them by name (/dev/stdout). Returns the agent's ends.
+fn streams(command: &mut Command, exec: &Exec, ids: Option<&Ids>) -> io::Result<Ends> {
     let owner = ids.map(|ids| (ids.uid, ids.gid));
-    let mine_of_input = if input {
+    if let Some(size) = exec.tty {
+        let (ours, theirs) = tty::open(size, owner)?;
+        command.stdin(theirs.try_clone()?).stdout(theirs.try_clone()?).stderr(theirs);
+        let input = if exec.input { Some(ours.try_clone()?) } else { None };
+        return Ok(Ends { input, output: ours.try_clone()?, errors: None, tty: Some(ours) });
+    }
+    let mine_of_input = if exec.input {
         let (theirs, mine) = io::pipe()?;
         below::own(&theirs, owner)?;
         command.stdin(Stdio::from(theirs));
@@ -181,18 +222,12 @@ fn streams(command: &mut Command, input: bool, ids: Option<&Ids>) -> io::Result<
     below::own(&their_output, owner)?;
     below::own(&their_errors, owner)?;
     command.stdout(Stdio::from(their_output)).stderr(Stdio::from(their_errors));
-    Ok((mine_of_input, output.into(), errors.into()))
+    Ok(Ends { input: mine_of_input, output: output.into(), errors: Some(errors.into()), tty: None })
 }
 
 /// Sets what happens in the new process before it becomes the program.
-fn prepare(
-    command: &mut Command,
-    group: Option<&Group>,
-    ids: Option<Ids>,
-    cwd: &str,
-    open_files: Option<u64>,
-    program: Program,
-) -> io::Result<()> {
+fn prepare(command: &mut Command, setting: Setting<'_>, program: Program) -> io::Result<()> {
+    let Setting { group, ids, cwd, open_files, tty, expendable } = setting;
     let entrance: Option<File> = group.map(Group::entrance).transpose()?;
     let cwd = std::ffi::CString::new(cwd)?;
     let check = |result: libc::c_int| if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) };
@@ -205,6 +240,17 @@ fn prepare(
                 return Err(io::Error::last_os_error());
             }
             libc::setsid();
+            if tty {
+                check(libc::ioctl(libc::STDIN_FILENO, libc::TIOCSCTTY, 0))?;
+            }
+            if expendable {
+                // Where the kernel does not take it, it is no worse off than others.
+                let file = libc::open(c"/proc/self/oom_score_adj".as_ptr(), libc::O_WRONLY | libc::O_CLOEXEC);
+                if file >= 0 {
+                    libc::write(file, EXPENDABLE.as_ptr().cast(), EXPENDABLE.count_bytes());
+                    libc::close(file);
+                }
+            }
             if let Some(limit) = open_files {
                 let limit = libc::rlimit { rlim_cur: limit, rlim_max: limit };
                 check(libc::setrlimit(libc::RLIMIT_NOFILE, &raw const limit))?;
@@ -243,8 +289,8 @@ fn pump(call: &Call, from: OwnedFd, channel: Channel, open: &Arc<AtomicU32>) -> 
     Ok(())
 }
 
-/// Moves what the host writes to a process. Its end is the command's: a command that reads nothing more ends it.
-fn feed(call: &Call, to: OwnedFd) -> io::Result<()> {
+/// Moves what the host writes to a process, and at its end `last`. Its end is the command's: a command that reads nothing more ends it.
+fn feed(call: &Call, to: OwnedFd, last: &'static [u8]) -> io::Result<()> {
     let call = call.clone();
     super::thread("input", move || {
         let mut to = File::from(to);
@@ -252,6 +298,8 @@ fn feed(call: &Call, to: OwnedFd) -> io::Result<()> {
         let mut open = true;
         while let Ok(len) = call.read(&mut bytes) {
             if len == 0 {
+                // Nobody may be there to read it.
+                let _ = to.write_all(last);
                 break;
             }
             // What is not taken is dropped, so that the host can send all of it.
@@ -281,6 +329,12 @@ fn watch(agent: &Agent, call: &Call, exec: &Exec, running: &Running) -> (Stop, b
             Some(Err(Order::Signal(libc::SIGTERM))) => say_that_time_is_over(running),
             Some(Err(Order::Signal(signal))) => signal_group(running.pid, signal),
             Some(Err(Order::Kill)) => return (Stop::Kill, timed_out),
+            Some(Err(Order::Resize(size))) => {
+                if let Some(tty) = &running.tty {
+                    // One that is not obeyed is seen by whoever looks at it, and harms nobody.
+                    let _ = tty::resize(tty, size);
+                }
+            }
             None if deadline.is_none() => {}
             None if timed_out => return (Stop::Kill, true),
             None => {

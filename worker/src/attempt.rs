@@ -234,6 +234,12 @@ impl Attempt {
         }
     }
 
+    /// Is it being stopped because its time to run is over?
+    #[must_use]
+    pub fn has_run_out(&self) -> bool {
+        self.stopping.is_some_and(|stopping| stopping.cause == StopCause::RunTimeout)
+    }
+
     /// Has the end nobody to hear of it?
     #[must_use]
     pub fn is_forgotten(&self) -> bool {

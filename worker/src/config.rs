@@ -10,6 +10,7 @@ use volley_jobspecs::keys;
 use volley_jobspecs::observe::Observing;
 use volley_jobspecs::wire::plan::Isolation;
 
+use crate::shells::Shells;
 use crate::template::share::Sharing;
 use crate::template::step::Steps;
 use crate::vmm::choice::Choice;
@@ -105,7 +106,8 @@ pub struct MachineConfig {
     pub mke2fs: PathBuf,
     /// Memory of the host for templates, in bytes: each takes what its machine had written when it was saved, some 100 MiB.
     pub templates_bytes_max: u64,
-    /// Memory of the host for machines that wait, in bytes: each takes some 40 MiB. 0: none wait.
+    /// Memory of the host for machines that wait, in bytes: each takes some 40 MiB. Those of failed attempts that are kept count with all they
+    /// can take, and come first. 0: none wait, and none is kept.
     pub standby_bytes_max: u64,
     /// Most machines that wait for one template; as many as the worker has slots when none is given.
     pub standby_of_one_max: Option<u32>,
@@ -122,6 +124,8 @@ pub struct MachineConfig {
     pub allow_unconfined: bool,
     /// Starts machines; made at the start when none is given, which costs more the larger this process is. Make it first thing in `main`.
     pub spawner: Option<MachineSpawner>,
+    /// Those that can be entered by whoever wants a shell in one.
+    pub shells: Shells,
 }
 
 /// How templates are shared.
@@ -164,6 +168,7 @@ impl MachineConfig {
             steps: None,
             allow_unconfined: false,
             spawner: None,
+            shells: Shells::default(),
         }
     }
 }

@@ -56,6 +56,12 @@ struct Current {
     attempt: Attempt,
 }
 
+impl Current {
+    fn stop_action(&self, slot: u32, force: crate::attempt::Force) -> Action {
+        Action::Stop { slot, name: self.attempt.name, force, timed_out: self.attempt.has_run_out() }
+    }
+}
+
 /// What is known of a job. `missing` counts how often the leader said that it knows no such job.
 #[derive(Debug, Clone)]
 enum Job {
@@ -274,7 +280,7 @@ impl Core {
             if let Some(current) = current
                 && let Some(force) = current.attempt.stop(now_ms, cause)
             {
-                out.push(Action::Stop { slot, name: current.attempt.name, force });
+                out.push(current.stop_action(slot, force));
             }
         }
     }
@@ -399,7 +405,7 @@ impl Core {
             if let Some(current) = current
                 && let Some(force) = current.attempt.tick(now_ms)
             {
-                out.push(Action::Stop { slot, name: current.attempt.name, force });
+                out.push(current.stop_action(slot, force));
             }
         }
     }

@@ -251,9 +251,9 @@ impl<B: Bus, O: Objects> Driver<B, O> {
                 self.step(Input::Ended { slot, name, outcome: null::run() });
             }
             Action::Run { slot, name, .. } => self.run(slot, name),
-            Action::Stop { slot, name, force } => {
+            Action::Stop { slot, name, force, timed_out } => {
                 if let Some(slot) = self.slots.get(&slot) {
-                    slot.stopper.stop(name, force);
+                    slot.stopper.stop(name, force, timed_out);
                 }
             }
             Action::Publish { incarnation, publish } => {

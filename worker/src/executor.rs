@@ -3,10 +3,12 @@
 //! Owns the order prepare, restore, execute, persist, reclaim, and what each stage's failure makes of the attempt. Does not own
 //! deadlines or which attempt runs when (`core`).
 
+mod keeping;
+
 use std::panic::AssertUnwindSafe;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use futures::FutureExt;
 use tokio::sync::{mpsc, watch};
@@ -227,16 +229,30 @@ impl<B: Bus, O: Objects> Executor<B, O> {
         }
         // Asked before anything is cleared away.
         let room = if executed.exit.as_ref().is_ok_and(|exit| exit.code == Some(0)) { Ok(()) } else { self.dirs.room() };
+        if !keeping::may_be_kept(&prepared, &executed.exit, self.stop.timed_out()) {
+            self.machine.end_shells();
+        }
         let collected = if self.machine.is_apart() { self.collect(name, &prepared, &executed).await } else { Collected::Here(None) };
+        let intact = match &collected {
+            Collected::Here(_) => true,
+            Collected::Lost(why) => matches!(why, PersistError::Machine { class: FailureClass::PolicyDenied, .. }),
+            Collected::Stopped => false,
+        };
         // Its message says so already.
         let disk_failed = matches!(collected, Collected::Lost(PersistError::Disk { .. }));
         let outcome = self.keep(name, &prepared, executed, collected).instrument(tracing::debug_span!("persist")).await;
         self.laps.end(Stage::Persist);
         let outcome = labelled(outcome, self.machine.label());
-        match room {
+        let outcome = match room {
             Err(full) => excused(outcome, Some(&full)),
             Ok(()) if disk_failed => excused(outcome, None),
             Ok(()) => outcome,
+        };
+        match prepared.task.keep_failed_ms {
+            Some(ms) if intact && keeping::is_kept(outcome.failure, self.stop.timed_out()) => {
+                keeping::keep(&mut self.machine, &prepared, name, Duration::from_millis(ms), outcome).await
+            }
+            _ => outcome,
         }
     }
 

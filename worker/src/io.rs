@@ -5,3 +5,4 @@
 pub mod http;
 pub mod nats;
 pub mod objects;
+pub mod shells;

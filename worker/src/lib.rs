@@ -36,6 +36,7 @@ pub mod reclaim;
 pub mod report;
 pub mod restore;
 pub mod runtime;
+pub mod shells;
 pub mod slots;
 pub mod spawner;
 pub mod standby;
@@ -149,6 +150,9 @@ pub fn run_on_nats(
             let sharing = Sharing::open(share, config.name.as_str(), &config.build, objects.own(), bus.client());
             machines.sharing = Some(sharing?);
         }
+        // Also where there are no machines, so that whoever asks hears why. It ends with this worker.
+        let shells = io::shells::serve(bus.client(), config.name.clone(), config.machines.shells.clone());
+        let _shells = AbortOnDropHandle::new(tokio::spawn(shells));
         run(config, bus, objects, spawner, control).await
     })
 }

@@ -1,7 +1,8 @@
-//! What all slots with machines share: the VMM, images, templates, machines that wait, scratch disks.
+//! What all slots with machines share: the VMM, images, templates, machines that wait or are kept, scratch disks.
 //!
 //! Owns opening all of it, and from what a task says to the template it runs from. Does not own any machine (`runtime/microvm`).
 
+pub mod kept;
 mod scratch;
 
 use std::collections::VecDeque;
@@ -24,15 +25,17 @@ use crate::image::find::{FindError, find};
 use crate::image::kernel::{self, Kernel, KernelError, Places};
 use crate::image::oci::Config as ImageConfig;
 use crate::image::{ImageNote, Store};
+use crate::shells::Shells;
 use crate::standby::{self, Standby};
 use crate::template::{BuildError, Builder, Owner, Recipe, Template, TemplateName, Templates, WarmUp};
 use crate::vmm::choice::{self, ChoiceError, Chosen, Programs};
 use crate::vmm::spawner::{MachineSpawner, SpawnError};
 use crate::vmm::{Kind, Size, Vmm, processor};
 
+use kept::Kept;
 pub use scratch::{ScratchDisk, ScratchDisks, ScratchError};
 
-/// The cgroup of machines that no task has: those that wait, and those that become templates. It has no limits: how many there are has.
+/// The cgroup of machines that no task has: those that wait, those that are kept, and those that become templates. It has no limits: how many there are has.
 const WAITING: &str = "machines";
 /// Proofs of reseeds that are remembered: of more machines than a host runs in an hour.
 const PROOFS_KEPT: usize = 4_096;
@@ -144,6 +147,10 @@ pub struct Machines {
     waiting: Vec<String>,
     /// Machines that wait.
     pub standby: Standby,
+    /// Machines of failed attempts.
+    pub kept: Kept,
+    /// Where people's commands find machines.
+    pub shells: Shells,
     /// Scratch disks.
     pub scratch: ScratchDisks,
     store: Store,
@@ -199,8 +206,11 @@ impl Machines {
         let each = vmm.capabilities().standing_bytes.max(1);
         let machines_max = u32::try_from(config.standby_bytes_max / each).unwrap_or(u32::MAX);
         let limits = standby::Limits { machines_max, of_one_max: config.standby_of_one_max.unwrap_or(slots) };
+        let standby = Standby::new(vmm.clone(), limits, waiting.clone());
         Ok(Self {
-            standby: Standby::new(vmm.clone(), limits, waiting.clone()),
+            kept: Kept::new(standby.clone(), config.standby_bytes_max),
+            standby,
+            shells: config.shells.clone(),
             cgroups,
             waiting,
             vmm,
@@ -280,8 +290,9 @@ impl Machines {
         found
     }
 
-    /// Ends what waits. Machines of attempts are their slots'.
+    /// Ends what waits and what is kept. Machines of attempts are their slots'.
     pub async fn close(&self) {
+        self.kept.close().await;
         self.standby.close().await;
     }
 

@@ -89,6 +89,8 @@ pub struct Prepared {
 /// What a task's machine or container needs to know.
 #[derive(Debug, Clone)]
 pub struct InMachine {
+    /// The attempt.
+    pub name: AttemptName,
     /// Whose the task is.
     pub tenant: TenantId,
     /// Its name.
@@ -214,6 +216,7 @@ fn bytes(text: &str) -> ByteVec {
 fn in_machine(job: &Job, name: &AttemptName, dirs: &Dirs, task: &ResolvedTask, item: &str) -> InMachine {
     let seen = Seen::in_machine();
     InMachine {
+        name: *name,
         tenant: job.tenant.clone(),
         // Letters, digits and - only, and at most 34 of them: a host name of any system.
         hostname: format!("{}-{}-{}", job.id, name.index, name.number),

@@ -70,6 +70,14 @@ impl Standby {
         self.inner.carry_out(&mut self.inner.lock());
     }
 
+    /// Leaves so many bytes of what is set aside for machines that wait to others: as many of these as it takes go.
+    pub fn leave(&self, bytes: u64) {
+        let machines = u32::try_from(bytes.div_ceil(self.inner.vmm.capabilities().standing_bytes.max(1))).unwrap_or(u32::MAX);
+        let mut state = self.inner.lock();
+        state.pools.leave(machines);
+        self.inner.carry_out(&mut state);
+    }
+
     /// How many wait.
     #[must_use]
     pub fn waiting(&self) -> usize {

@@ -7,14 +7,22 @@ use volley_jobspecs::ids::AttemptName;
 
 use crate::attempt::Force;
 
+/// Which attempt is to be stopped, and how hard.
+#[derive(Debug, Clone, Copy)]
+struct Word {
+    name: AttemptName,
+    force: Force,
+    timed_out: bool,
+}
+
 /// The driver's end.
 #[derive(Debug)]
-pub struct Stopper(watch::Sender<Option<(AttemptName, Force)>>);
+pub struct Stopper(watch::Sender<Option<Word>>);
 
 /// The executor's end.
 #[derive(Debug, Clone)]
 pub struct StopSignal {
-    word: watch::Receiver<Option<(AttemptName, Force)>>,
+    word: watch::Receiver<Option<Word>>,
     name: Option<AttemptName>,
     seen: Option<Force>,
 }
@@ -27,9 +35,9 @@ pub fn stop_signal() -> (Stopper, StopSignal) {
 }
 
 impl Stopper {
-    /// Says how hard an attempt is to be stopped.
-    pub fn stop(&self, name: AttemptName, force: Force) {
-        self.0.send_replace(Some((name, force)));
+    /// Says how hard an attempt is to be stopped, and whether that is only because its time to run is over.
+    pub fn stop(&self, name: AttemptName, force: Force, timed_out: bool) {
+        self.0.send_replace(Some(Word { name, force, timed_out }));
     }
 }
 
@@ -40,10 +48,17 @@ impl StopSignal {
         self.seen = None;
     }
 
+    /// Is the attempt to be stopped, and then only because its time to run is over? None: it is not.
+    #[must_use]
+    pub fn timed_out(&self) -> Option<bool> {
+        let word = *self.word.borrow();
+        word.filter(|word| Some(word.name) == self.name).map(|word| word.timed_out)
+    }
+
     /// The next word that is harder than what was heard. Waits for ever when there is none. Cancel-safe.
     pub async fn next(&mut self) -> Force {
         loop {
-            let heard = self.word.borrow_and_update().filter(|(name, _)| Some(*name) == self.name).map(|(_, f)| f);
+            let heard = self.word.borrow_and_update().filter(|word| Some(word.name) == self.name).map(|word| word.force);
             if heard > self.seen {
                 self.seen = heard;
                 if let Some(force) = heard {

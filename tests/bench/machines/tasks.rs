@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use minicbor::bytes::ByteArray;
 use volley_guest::files::Unpack;
-use volley_jobspecs::ids::TenantId;
+use volley_jobspecs::ids::{AttemptName, JobId, TenantId};
 use volley_jobspecs::machine::DISK_BYTES_DEFAULT;
 use volley_jobspecs::resolve::ResolvedTask;
 use volley_jobspecs::spec::{Isolation, Resources, Timeouts};
@@ -42,6 +42,7 @@ fn prepared(image: &str, dirs: &Dirs) -> Prepared {
         command: vec!["/bin/true".to_owned()],
         warm_up: Vec::new(),
         keep_processes: false,
+        keep_failed_ms: None,
         env: Default::default(),
         stdin: None,
         workdir: None,
@@ -56,6 +57,7 @@ fn prepared(image: &str, dirs: &Dirs) -> Prepared {
     let nothing = || Vec::new().into();
     let spawn = Spawn { argv: Vec::new(), env: Vec::new(), path: Vec::new(), cwd: nothing(), uid: None, gid: None, container: None };
     let inside = InMachine {
+        name: AttemptName { job: JobId(1), stage: 0, index: 0, number: 1, sequence: 1 },
         tenant: TenantId::new("public").unwrap(),
         hostname: "measured".to_owned(),
         defaults: Default::default(),

@@ -109,7 +109,7 @@ impl Core {
             let Some(current) = current else { continue };
             let meant = current.bundle == id && tasks.is_none_or(|tasks| bundle.is_among(current.place, tasks));
             if meant && let Some(force) = current.attempt.stop(now_ms, cause) {
-                out.push(Action::Stop { slot, name: current.attempt.name, force });
+                out.push(current.stop_action(slot, force));
             }
         }
     }

@@ -93,7 +93,7 @@ impl World {
                     assert_eq!(self.running.insert(slot, name), None, "one attempt per slot");
                     *self.starts.entry(name).or_default() += 1;
                 }
-                Action::Stop { slot, name, force } => {
+                Action::Stop { slot, name, force, .. } => {
                     assert_eq!(self.running.get(&slot), Some(&name), "only what runs is stopped");
                     self.forced.insert(slot, force);
                 }

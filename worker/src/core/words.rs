@@ -148,6 +148,8 @@ pub enum Action {
         name: AttemptName,
         /// How hard.
         force: Force,
+        /// Only because its time to run is over?
+        timed_out: bool,
     },
     /// Publish a report. The result comes back as an input.
     Publish {

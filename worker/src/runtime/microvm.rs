@@ -19,6 +19,8 @@ use tokio::sync::watch;
 use tokio::task::JoinHandle;
 use volley_guest::files::{Unpack, UnpackError};
 use volley_jobspecs::failure::FailureClass;
+use volley_jobspecs::machine;
+use volley_jobspecs::spec::Resources;
 use volley_jobspecs::wire::guest::{FileLimits, Files, Get, GetNamed, Put, RefusalKind};
 use volley_jobspecs::wire::work::TemplateStage;
 
@@ -27,10 +29,12 @@ use crate::attempt::Force;
 use crate::dirs::Dirs;
 use crate::execute::ExecuteError;
 use crate::guest::{FilesError, Guest, GuestError};
+use crate::machines::kept::{self, KeepError};
 use crate::machines::{Machines, Wanted};
 use crate::persist::PersistError;
 use crate::prepare::{InMachine, Prepared};
 use crate::restore::RestoreError;
+use crate::shells::{Entered, Place as ShellPlace};
 use crate::vmm::VmmError;
 use crate::vmm::console;
 use crate::vmm::spawner::proto::Exited;
@@ -65,6 +69,8 @@ pub struct MicrovmMachine {
     group: Group,
     ready: Option<Ready>,
     running: Option<Running>,
+    /// People may run commands in it.
+    entered: Option<Entered>,
     /// What the machine's template still needs.
     stage: watch::Sender<Option<TemplateStage>>,
     /// Machines that are being killed.
@@ -76,7 +82,7 @@ impl MicrovmMachine {
     #[must_use]
     pub fn new(slot: u32, machines: Arc<Machines>) -> Self {
         let group = Group::new(slot, machines.cgroups.clone());
-        Self { machines, group, ready: None, running: None, stage: watch::Sender::default(), dying: None }
+        Self { machines, group, ready: None, running: None, entered: None, stage: watch::Sender::default(), dying: None }
     }
 
     /// What the template of the machine that is being restored still needs, as it changes.
@@ -93,11 +99,34 @@ impl MicrovmMachine {
 
     /// Kills the machine, whatever it does. [`MicrovmMachine::release`] waits for its end.
     pub fn kill(&mut self) {
-        self.running = None;
+        (self.running, self.entered) = (None, None);
         if let Some(Ready { vm, guest, .. }) = self.ready.take() {
             drop(guest);
             self.dying = Some(tokio::spawn(vm.kill()));
         }
+    }
+
+    /// Ends people's commands in the machine.
+    pub fn end_shells(&self) {
+        if let Some(entered) = &self.entered {
+            entered.end_all();
+        }
+    }
+
+    /// Hands the machine over to those that are kept for a while; the slot is free of it then.
+    ///
+    /// # Errors
+    /// [`KeepError`]: it is still the slot's, or gone.
+    pub async fn keep(&mut self, resources: &Resources, time: Duration) -> Result<(), KeepError> {
+        let limits = group::limits(resources, self.machines.vmm.capabilities());
+        let bytes = limits.memory_bytes.unwrap_or_else(|| machine::host_memory_bytes(resources));
+        let room = self.machines.kept.room(bytes).await?;
+        let Some(ready) = &self.ready else { return Err(KeepError::Gone) };
+        ready.vm.enter(self.machines.waiting()).await?;
+        self.running = None;
+        let (Some(Ready { guest, vm, .. }), Some(entered)) = (self.ready.take(), self.entered.take()) else { return Err(KeepError::Gone) };
+        self.group.leave();
+        room.keep(kept::Machine { name: entered.name(), guest, vm, entered, bytes }, time)
     }
 
     /// Kills the machine and waits until nothing is left of it.
@@ -239,6 +268,9 @@ impl Machine for MicrovmMachine {
         let (Some(ready), Some(inside)) = (&self.ready, prepared.inside.as_deref()) else { return Err(ExecuteError::Lost) };
         let (running, streams) = command::start(ready, prepared, inside)?;
         self.running = Some(running);
+        let (env, cwd) = (super::environment(inside, &ready.image), inside.cwd.clone());
+        let place = ShellPlace { guest: Arc::downgrade(&ready.guest), env, cwd, user: ready.user.clone() };
+        self.entered = Some(self.machines.shells.enter(inside.name, place));
         Ok(streams)
     }
 

@@ -2,6 +2,8 @@
 //!
 //! Owns the choice, by what the task asks for and never by what is at hand. Does not own any tier.
 
+use std::time::Duration;
+
 use tokio::sync::watch;
 use volley_jobspecs::spec::Isolation;
 use volley_jobspecs::wire::work::TemplateStage;
@@ -13,6 +15,7 @@ use super::{Exit, Machine, Streams};
 use crate::attempt::Force;
 use crate::dirs::Dirs;
 use crate::execute::ExecuteError;
+use crate::machines::kept::KeepError;
 use crate::persist::PersistError;
 use crate::prepare::Prepared;
 use crate::restore::RestoreError;
@@ -69,15 +72,36 @@ impl Tiers {
         self.now == Now::Microvm
     }
 
-    /// Brings outputs into the slot's directories, and ends the machine. What was left out, in words, if anything.
+    /// Brings outputs into the slot's directories, and ends the machine, unless it may be kept. What was left out, in words, if anything.
     ///
     /// # Errors
     /// [`PersistError`].
     pub async fn collect(&mut self, prepared: &Prepared, dirs: &Dirs) -> Result<Option<String>, PersistError> {
         let Some(machine) = self.machine() else { return Ok(None) };
         let collected = machine.collect(prepared, dirs).await;
-        machine.kill();
+        // One that may be kept lives until that is known.
+        if prepared.task.keep_failed_ms.is_none() {
+            machine.kill();
+        }
         collected
+    }
+
+    /// Ends what people run in the machine beside the task.
+    pub fn end_shells(&mut self) {
+        if let Some(machine) = self.machine() {
+            machine.end_shells();
+        }
+    }
+
+    /// Keeps the machine for a time. Only one that was restored for this task.
+    ///
+    /// # Errors
+    /// [`KeepError`].
+    pub async fn keep(&mut self, prepared: &Prepared, time: Duration) -> Result<(), KeepError> {
+        match self.machine() {
+            Some(machine) => Box::pin(machine.keep(&prepared.task.resources, time)).await,
+            None => Err(KeepError::Gone),
+        }
     }
 
     /// Waits until nothing is left of what served one attempt only.

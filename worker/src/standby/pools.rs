@@ -73,6 +73,8 @@ impl Pool {
 #[derive(Debug)]
 pub struct Pools {
     limits: Limits,
+    /// So many places of all are somebody else's.
+    left: u32,
     pools: BTreeMap<TemplateName, Pool>,
     next: u64,
 }
@@ -81,7 +83,7 @@ impl Pools {
     /// None.
     #[must_use]
     pub fn new(limits: Limits) -> Self {
-        Self { limits, pools: BTreeMap::new(), next: 0 }
+        Self { limits, left: 0, pools: BTreeMap::new(), next: 0 }
     }
 
     /// A task wants a machine: the one that has waited longest, if one waits.
@@ -94,12 +96,21 @@ impl Pools {
         pool.ready.pop_front().map(|(id, _)| id)
     }
 
+    /// Leaves so many places of all to others, from now on.
+    pub fn leave(&mut self, machines: u32) {
+        self.left = machines;
+    }
+
+    fn machines_max(&self) -> u32 {
+        self.limits.machines_max.saturating_sub(self.left)
+    }
+
     /// A restore ended well. The machine's name, or none: it is not wanted any more.
     pub fn restored(&mut self, now_ms: u64, name: TemplateName) -> Option<MachineId> {
-        let of_one_max = self.limits.of_one_max;
+        let (of_one_max, too_many) = (self.limits.of_one_max, self.total() > self.machines_max());
         let pool = self.pools.get_mut(&name)?;
         pool.starting = pool.starting.checked_sub(1)?;
-        if pool.have() >= pool.wanted(now_ms, of_one_max) {
+        if too_many || pool.have() >= pool.wanted(now_ms, of_one_max) {
             return None;
         }
         self.next += 1;
@@ -127,7 +138,7 @@ impl Pools {
     /// What is to be done now.
     pub fn plan(&mut self, now_ms: u64) -> Vec<Action> {
         let mut actions = Vec::new();
-        let Limits { machines_max, of_one_max } = self.limits;
+        let (machines_max, of_one_max) = (self.machines_max(), self.limits.of_one_max);
         for (name, pool) in &mut self.pools {
             let wanted = pool.wanted(now_ms, of_one_max);
             while pool.ready.front().is_some_and(|(_, born)| born.saturating_add(AGE_MS_MAX) <= now_ms) || (pool.have() > wanted) {
@@ -137,6 +148,12 @@ impl Pools {
             if wanted == 0 && pool.have() == 0 {
                 actions.push(Action::Forget(*name));
             }
+        }
+        // Places were left to others: those of templates that were asked for longest ago go.
+        while self.total() > machines_max {
+            let ready = self.pools.values_mut().filter(|pool| !pool.ready.is_empty());
+            let Some((id, _)) = ready.min_by_key(|pool| pool.last_asked()).and_then(|pool| pool.ready.pop_front()) else { break };
+            actions.push(Action::Kill(id));
         }
         self.pools.retain(|_, pool| pool.have() > 0 || pool.wanted(now_ms, of_one_max) > 0);
         // Those that have the fewest first, so that a template with much demand does not keep the others without.
@@ -239,6 +256,28 @@ mod tests {
         let mut none = Pools::new(Limits { machines_max: 0, of_one_max: 4 });
         none.take(0, name(1));
         assert_eq!(none.plan(0), []);
+    }
+
+    #[test]
+    fn places_that_are_left_to_others_are_given_up_and_taken_again() {
+        let mut pools = Pools::new(Limits { machines_max: 3, of_one_max: 4 });
+        for at in 0..3 {
+            pools.take(at, name(1));
+        }
+        pools.take(3, name(2));
+        assert_eq!(pools.plan(3).len(), 3);
+        let first = pools.restored(4, name(1)).unwrap();
+        let other = pools.restored(4, name(2)).unwrap();
+        pools.leave(1);
+        assert_eq!(pools.plan(5), [Action::Kill(first)]);
+        pools.leave(2);
+        assert_eq!(pools.plan(6), [Action::Kill(other)], "what is being restored can't be killed");
+        assert!(pools.restored(7, name(1)).is_some());
+        pools.leave(9);
+        assert_eq!(pools.plan(8).len(), 1);
+        assert_eq!(pools.plan(9), []);
+        pools.leave(0);
+        assert_eq!(pools.plan(10).len(), 3);
     }
 
     proptest! {

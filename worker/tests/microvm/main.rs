@@ -4,6 +4,7 @@
 
 mod bad_days;
 mod ends;
+mod exec;
 mod files;
 mod firecracker;
 mod groups;
@@ -14,7 +15,12 @@ mod hard;
 #[path = "../guest/host.rs"]
 mod host;
 mod image;
+mod kept;
 mod linux_on_firecracker;
+#[expect(dead_code, reason = "shared with tests of leases")]
+#[path = "../nats/mod.rs"]
+mod nats;
+mod shell;
 #[expect(dead_code, reason = "shared with tests of other tiers")]
 #[path = "../support/mod.rs"]
 mod support;

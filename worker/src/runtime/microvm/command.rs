@@ -79,6 +79,8 @@ pub fn start(ready: &Ready, prepared: &Prepared, inside: &InMachine) -> Result<(
         grace_ms: 0,
         limits: Limits { memory_bytes: limits.memory_bytes, pids: limits.pids, cpu_milli: limits.cpu_milli, open_files: None },
         leave: false,
+        tty: None,
+        expendable: false,
     };
     let ((told, end), (wish, wishes)) = (watch::channel(None), watch::channel(None));
     let (guest, stdin) = (ready.guest.clone(), prepared.task.stdin.clone());

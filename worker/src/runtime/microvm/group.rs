@@ -79,6 +79,13 @@ impl Group {
         }
     }
 
+    /// Once its machine was moved elsewhere and lives on: what that took here stays charged here, so the next one gets a fresh cgroup.
+    pub fn leave(&mut self) {
+        if self.now.is_some() {
+            self.give_up();
+        }
+    }
+
     fn kills(&self) -> u64 {
         self.now.as_ref().map_or(0, SlotCgroup::oom_kills)
     }

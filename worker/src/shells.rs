@@ -1,0 +1,293 @@
+//! Commands that people run in tasks' machines, beside the tasks' own.
+//!
+//! Owns which machines there are for them, as whom and where they run there, how many there may be, and that all of a machine's end when
+//! it has nobody any more to belong to. One session is in `session`; how sessions are spoken in is `io/shells`. Does not own any machine
+//! (`runtime/microvm`, `machines/kept`).
+
+pub mod session;
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+
+use tokio_util::sync::CancellationToken;
+use volley_jobspecs::ids::AttemptName;
+use volley_jobspecs::wire::guest::{Exec, User};
+use volley_jobspecs::wire::shell::{COMMAND_BYTES_MAX, Open, Opened, Refused, SHELL, TERM_BYTES_MAX, WORDS_MAX};
+
+use crate::guest::Guest;
+
+/// Shells of one machine: somebody with several windows. Its agent serves 64 calls at once, of which the task's own must find room.
+pub const OF_ONE_MAX: usize = 8;
+/// Shells of all machines of a worker: each holds up to half a megabyte that is on its way, and two tasks of the runtime.
+pub const OF_ALL_MAX: usize = 64;
+/// The kind of terminal where nobody says one: the least that programs with windows work on.
+const TERM_DEFAULT: &str = "xterm";
+
+/// As whom and where commands run in a machine.
+#[derive(Debug, Clone)]
+pub struct Place {
+    /// Its agent. Weak: a shell is no reason for a machine to live.
+    pub guest: Weak<Guest>,
+    /// The task's environment.
+    pub env: Vec<(String, String)>,
+    /// Where its command starts.
+    pub cwd: String,
+    /// Its user.
+    pub user: Option<User>,
+}
+
+#[derive(Debug)]
+struct Entry {
+    place: Place,
+    open: usize,
+    /// The shells that are open are to end.
+    over: CancellationToken,
+    /// Tells entries of one attempt apart.
+    number: u64,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    machines: BTreeMap<AttemptName, Entry>,
+    open: usize,
+    next: u64,
+}
+
+/// The machines that commands can be run in. Cheap to clone.
+#[derive(Debug, Clone, Default)]
+pub struct Shells(Arc<Mutex<State>>);
+
+/// A machine that is among them. Dropped, it is not any more, and its shells end.
+#[derive(Debug)]
+pub struct Entered {
+    shells: Shells,
+    name: AttemptName,
+    number: u64,
+}
+
+/// A shell that may begin. Dropped, there is room for another.
+#[derive(Debug)]
+pub struct Permit {
+    shells: Shells,
+    name: AttemptName,
+    number: u64,
+    /// The machine's agent.
+    pub guest: Arc<Guest>,
+    /// What it is asked to run.
+    pub exec: Exec,
+    /// It is to end, as its machine is to be nobody's.
+    pub over: CancellationToken,
+}
+
+impl Shells {
+    /// Each change is one call, so a panic elsewhere leaves nothing half done.
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// From now on commands can be run in this attempt's machine.
+    #[must_use]
+    pub fn enter(&self, name: AttemptName, place: Place) -> Entered {
+        let mut state = self.lock();
+        state.next += 1;
+        let number = state.next;
+        let entry = Entry { place, open: 0, over: CancellationToken::new(), number };
+        if let Some(older) = state.machines.insert(name, entry) {
+            older.over.cancel();
+        }
+        Entered { shells: self.clone(), name, number }
+    }
+
+    /// May this one begin? Otherwise what is answered.
+    ///
+    /// # Errors
+    /// [`Opened::No`].
+    pub fn open(&self, open: &Open) -> Result<Permit, Opened> {
+        let no = |kind, text: &str| Opened::No { kind, text: text.to_owned() };
+        check(open).map_err(|text| no(Refused::BadRequest, text))?;
+        let mut state = self.lock();
+        if state.open >= OF_ALL_MAX {
+            return Err(no(Refused::TooMany, &format!("{OF_ALL_MAX} shells are open on this worker, the most; end one")));
+        }
+        let guest = state.machines.get(&open.name).and_then(|entry| entry.place.guest.upgrade());
+        let (Some(guest), Some(entry)) = (guest, state.machines.get_mut(&open.name)) else {
+            return Err(no(
+                Refused::NotHere,
+                "its worker has no machine of it: its command has not begun, or it ended and the machine was not kept",
+            ));
+        };
+        if entry.open >= OF_ONE_MAX {
+            return Err(no(Refused::TooMany, &format!("{OF_ONE_MAX} shells are open in this machine, the most; end one")));
+        }
+        entry.open += 1;
+        let (exec, over, number) = (exec(&entry.place, open), entry.over.clone(), entry.number);
+        state.open += 1;
+        Ok(Permit { shells: self.clone(), name: open.name, number, guest, exec, over })
+    }
+
+    /// How many are open.
+    #[must_use]
+    pub fn count(&self) -> usize {
+        self.lock().open
+    }
+}
+
+impl Entered {
+    /// Whose machine it is.
+    #[must_use]
+    pub fn name(&self) -> AttemptName {
+        self.name
+    }
+
+    /// Ends the shells that are open; others may begin.
+    pub fn end_all(&self) {
+        if let Some(entry) = self.shells.lock().machines.get_mut(&self.name).filter(|entry| entry.number == self.number) {
+            std::mem::take(&mut entry.over).cancel();
+        }
+    }
+}
+
+impl Drop for Entered {
+    fn drop(&mut self) {
+        let mut state = self.shells.lock();
+        if state.machines.get(&self.name).is_some_and(|entry| entry.number == self.number)
+            && let Some(entry) = state.machines.remove(&self.name)
+        {
+            entry.over.cancel();
+        }
+    }
+}
+
+impl Drop for Permit {
+    fn drop(&mut self) {
+        let mut state = self.shells.lock();
+        state.open = state.open.saturating_sub(1);
+        if let Some(entry) = state.machines.get_mut(&self.name).filter(|entry| entry.number == self.number) {
+            entry.open = entry.open.saturating_sub(1);
+        }
+    }
+}
+
+/// What is wrong with a wish.
+fn check(open: &Open) -> Result<(), &'static str> {
+    if open.argv.len() > WORDS_MAX || open.argv.iter().map(String::len).sum::<usize>() > COMMAND_BYTES_MAX {
+        return Err("the command is too long; send a script on its input instead");
+    }
+    if open.argv.first().is_some_and(String::is_empty) || open.argv.iter().any(|word| word.contains('\0')) {
+        return Err("the command is empty, or has a NUL byte in it");
+    }
+    let plain = |term: &String| term.len() <= TERM_BYTES_MAX && term.bytes().all(|byte| byte.is_ascii_graphic());
+    if open.term.as_ref().is_some_and(|term| !plain(term)) {
+        return Err("the kind of terminal is no name");
+    }
+    Ok(())
+}
+
+fn exec(place: &Place, open: &Open) -> Exec {
+    let mut env = place.env.clone();
+    if open.tty.is_some() {
+        // Behind the task's own, which was not meant for a terminal; of two the later counts.
+        env.push(("TERM".to_owned(), open.term.clone().unwrap_or_else(|| TERM_DEFAULT.to_owned())));
+    }
+    let argv = if open.argv.is_empty() { vec![SHELL.to_owned()] } else { open.argv.clone() };
+    // Without limits: it is beside the task, and what that is told of its memory and processes stays its own.
+    Exec {
+        argv,
+        env,
+        cwd: Some(place.cwd.clone()),
+        user: place.user.clone(),
+        input: true,
+        tty: open.tty,
+        expendable: true,
+        ..Exec::default()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use volley_jobspecs::ids::JobId;
+    use volley_jobspecs::wire::shell::{SessionId, Tty};
+
+    fn name(number: u32) -> AttemptName {
+        AttemptName { job: JobId(1), stage: 0, index: 2, number, sequence: 4 }
+    }
+
+    fn open(number: u32) -> Open {
+        Open { name: name(number), session: SessionId::new([0; 16]), argv: Vec::new(), tty: None, term: None }
+    }
+
+    async fn guest() -> Arc<Guest> {
+        let (stream, other) = tokio::io::duplex(64);
+        // Nobody is there to answer, and nobody is asked.
+        std::mem::forget(other);
+        Arc::new(Guest::unheard(Box::new(stream)))
+    }
+
+    fn place(guest: &Arc<Guest>) -> Place {
+        Place { guest: Arc::downgrade(guest), env: vec![("A".into(), "b".into())], cwd: "/w".into(), user: None }
+    }
+
+    fn kind<T>(result: Result<T, Opened>) -> Option<Refused> {
+        match result {
+            Err(Opened::No { kind, .. }) => Some(kind),
+            _ => None,
+        }
+    }
+
+    #[tokio::test]
+    async fn machines_come_and_go_and_their_shells_with_them() {
+        let (shells, guest) = (Shells::default(), guest().await);
+        assert_eq!(kind(shells.open(&open(1))), Some(Refused::NotHere));
+        let entered = shells.enter(name(1), place(&guest));
+        let first = shells.open(&open(1)).unwrap_or_else(|no| panic!("{no:?}"));
+        assert_eq!((first.exec.argv.as_slice(), first.exec.cwd.as_deref()), (["/bin/sh".to_owned()].as_slice(), Some("/w")));
+        assert!(first.exec.expendable && first.exec.tty.is_none() && !first.exec.env.iter().any(|(name, _)| name == "TERM"));
+        entered.end_all();
+        assert!(first.over.is_cancelled());
+        let tty = Open { tty: Some(Tty { rows: 1, cols: 1 }), argv: vec!["ls".into()], ..open(1) };
+        let second = shells.open(&tty).unwrap_or_else(|no| panic!("{no:?}"));
+        assert!(!second.over.is_cancelled());
+        assert_eq!(second.exec.env.last().map(|(_, term)| term.as_str()), Some("xterm"));
+        assert_eq!(shells.count(), 2);
+        drop(entered);
+        assert!(second.over.is_cancelled());
+        assert_eq!(kind(shells.open(&open(1))), Some(Refused::NotHere));
+        drop((first, second));
+        assert_eq!(shells.count(), 0);
+        let _entered = shells.enter(name(1), place(&guest));
+        drop(guest);
+        assert_eq!(kind(shells.open(&open(1))), Some(Refused::NotHere), "a machine whose agent is gone is none");
+    }
+
+    #[tokio::test]
+    async fn there_are_so_many_and_no_more() {
+        let (shells, guest) = (Shells::default(), guest().await);
+        let machines: Vec<Entered> = (1..=9).map(|number| shells.enter(name(number), place(&guest))).collect();
+        let mut held = Vec::new();
+        for number in 1..=8 {
+            held.extend((0..OF_ONE_MAX).map(|_| shells.open(&open(number)).unwrap_or_else(|no| panic!("{no:?}"))));
+            if number < 8 {
+                assert_eq!(kind(shells.open(&open(number))), Some(Refused::TooMany));
+            }
+        }
+        assert_eq!(held.len(), OF_ALL_MAX);
+        assert_eq!(kind(shells.open(&open(9))), Some(Refused::TooMany));
+        held.pop();
+        assert!(shells.open(&open(9)).is_ok());
+        drop(machines);
+    }
+
+    #[test]
+    fn what_makes_no_sense_is_refused() {
+        for bad in [
+            Open { argv: vec![String::new()], ..open(1) },
+            Open { argv: vec!["a\0".into()], ..open(1) },
+            Open { argv: vec!["a".repeat(COMMAND_BYTES_MAX + 1)], ..open(1) },
+            Open { argv: vec!["a".into(); WORDS_MAX + 1], ..open(1) },
+            Open { term: Some("x y".into()), ..open(1) },
+        ] {
+            assert_eq!(kind(Shells::default().open(&bad)), Some(Refused::BadRequest));
+        }
+    }
+}

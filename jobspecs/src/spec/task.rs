@@ -53,8 +53,8 @@ pub struct TaskSpec {
     /// that go on share what they drew from the random generator before, in every task. Only with `warmUp`.
     #[serde(default, skip_serializing_if = "crate::spec::is_default")]
     pub keep_processes: bool,
-    /// How long the machine of an attempt that failed is kept, at most 24h, so that `volley exec JOB TASK` opens a shell in it: files and
-    /// memory as the command left them, without its processes. What is kept counts as memory for machines that wait; where the worker has
+    /// How long the machine of an attempt that failed is kept, at most 24h, so that `volley exec JOB TASK` opens a shell in it: with the files
+    /// that the command left, and without its processes. What is kept counts as memory for machines that wait; where the worker has
     /// no room the oldest goes, and the result says until when it is kept, or why not. Left out: not at all. Only with isolation `microvm`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub keep_failed: Option<DurationMs>,

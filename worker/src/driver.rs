@@ -140,8 +140,14 @@ impl<B: Bus, O: Objects> Driver<B, O> {
                 Some(incoming) = work.recv() => self.on_work(incoming).await,
                 Some((job, watch)) = watches.recv() => self.watch(job, &watch),
                 wish = wishes.next() => match wish {
-                    Wish::Drain => self.feed(Input::Drain, None).await,
-                    Wish::Stop => self.feed(Input::Stop, None).await,
+                    Wish::Drain => {
+                        self.keep_none();
+                        self.feed(Input::Drain, None).await;
+                    }
+                    Wish::Stop => {
+                        self.keep_none();
+                        self.feed(Input::Stop, None).await;
+                    }
                 },
                 () = sleep_until(wakeup), if wakeup.is_some() => self.feed(Input::Tick, None).await,
             }
@@ -160,6 +166,13 @@ impl<B: Bus, O: Objects> Driver<B, O> {
             let _ = tokio::time::timeout(LAST_BEAT_TIME, beat).await;
         }
         tracing::info!(worker = %self.worker, "worker ends");
+    }
+
+    /// A result must not say that a machine is kept which goes with the worker.
+    fn keep_none(&self) {
+        if let Some(machines) = &self.parts.machines {
+            machines.kept.refuse();
+        }
     }
 
     fn now_ms(&self) -> u64 {

@@ -227,12 +227,17 @@ impl<B: Bus, O: Objects> Executor<B, O> {
                 self.leave_dirs();
             }
         }
+        self.finish(name, &prepared, executed).await
+    }
+
+    /// From a command's end to that of its attempt: what it left is kept, its machine goes or is kept too.
+    async fn finish(&mut self, name: &AttemptName, prepared: &Prepared, executed: Executed) -> Outcome {
         // Asked before anything is cleared away.
         let room = if executed.exit.as_ref().is_ok_and(|exit| exit.code == Some(0)) { Ok(()) } else { self.dirs.room() };
-        if !keeping::may_be_kept(&prepared, &executed.exit, self.stop.timed_out()) {
+        if !keeping::may_be_kept(prepared, &executed.exit, self.stop.timed_out()) {
             self.machine.end_shells();
         }
-        let collected = if self.machine.is_apart() { self.collect(name, &prepared, &executed).await } else { Collected::Here(None) };
+        let collected = if self.machine.is_apart() { self.collect(name, prepared, &executed).await } else { Collected::Here(None) };
         let intact = match &collected {
             Collected::Here(_) => true,
             Collected::Lost(why) => matches!(why, PersistError::Machine { class: FailureClass::PolicyDenied, .. }),
@@ -240,7 +245,7 @@ impl<B: Bus, O: Objects> Executor<B, O> {
         };
         // Its message says so already.
         let disk_failed = matches!(collected, Collected::Lost(PersistError::Disk { .. }));
-        let outcome = self.keep(name, &prepared, executed, collected).instrument(tracing::debug_span!("persist")).await;
+        let outcome = self.keep(name, prepared, executed, collected).instrument(tracing::debug_span!("persist")).await;
         self.laps.end(Stage::Persist);
         let outcome = labelled(outcome, self.machine.label());
         let outcome = match room {
@@ -250,7 +255,7 @@ impl<B: Bus, O: Objects> Executor<B, O> {
         };
         match prepared.task.keep_failed_ms {
             Some(ms) if intact && keeping::is_kept(outcome.failure, self.stop.timed_out()) => {
-                keeping::keep(&mut self.machine, &prepared, name, Duration::from_millis(ms), outcome).await
+                keeping::keep(&mut self.machine, prepared, name, Duration::from_millis(ms), outcome).await
             }
             _ => outcome,
         }

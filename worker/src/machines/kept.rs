@@ -47,7 +47,7 @@ pub enum KeepError {
         bytes_max: u64,
     },
     /// The worker is leaving.
-    #[error("its machine could not be kept: the worker was stopped")]
+    #[error("its machine could not be kept: the worker is leaving")]
     Closed,
     /// It is not there any more.
     #[error("its machine could not be kept: it has ended")]
@@ -143,6 +143,11 @@ impl Kept {
         lock(&self.state).machines.len()
     }
 
+    /// Keeps none from now on: the worker is about to leave. Those that there are stay until it does.
+    pub fn refuse(&self) {
+        lock(&self.state).closed = true;
+    }
+
     /// Kills all of them, and keeps none from now on.
     pub async fn close(&self) {
         let machines = {
@@ -181,6 +186,13 @@ impl Room<'_> {
         });
         state.machines.insert(number, Entry { bytes, end: end.drop_guard(), gone });
         Ok(())
+    }
+}
+
+impl Drop for Room<'_> {
+    /// What was not taken is theirs again who left it.
+    fn drop(&mut self) {
+        self.kept.standby.leave(lock(&self.kept.state).bytes());
     }
 }
 

@@ -107,7 +107,7 @@ async fn there_are_terminals(guest: &Guest) {
     let exec = Exec {
         user: Some(User::Named("ann".to_owned())),
         tty: Some(Tty { rows: 33, cols: 77 }),
-        ..shell("[ -t 0 ] && [ -t 2 ] && echo yes; echo named > $(readlink /proc/self/fd/1); echo ctl >/dev/tty; stty size")
+        ..shell("[ -t 0 ] && [ -t 2 ] && echo yes; echo named > $(readlink /proc/self/fd/0); echo ctl >/dev/tty; stty size")
     };
     let end = run(guest, &exec).await;
     assert_eq!((end.output.as_str(), end.errors.as_str(), end.ended.exit), ("yes\r\nnamed\r\nctl\r\n33 77\r\n", "", Exit::Code(0)));

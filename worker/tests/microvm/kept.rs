@@ -161,7 +161,16 @@ async fn there_is_room_for_so_much_and_the_oldest_goes() {
     assert!(message(&end).contains("MiB could not be kept: this worker has 200 MiB for machines that wait"), "{end:?}");
     assert!(!is_here(&shells, end.name));
     until_none(spawner).await;
-    let begun = begin(&mut w, &crate::task(&image, r#""command":"sleep 1""#)).await;
-    assert_eq!(w.end_of(begun).await.ending, Ending::Succeeded);
     w.finish().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_worker_that_leaves_keeps_none() {
+    let Some((mut w, image, _, spawner)) = keeping(2_000, |_| {}).await else { return };
+    let job = begin(&mut w, &task(&image, r#""keepFailed":"1h","command":"sleep 3; exit 1""#)).await;
+    w.handle.drain();
+    let end = w.end_of(job).await;
+    assert!(end.ending == failed(FailureClass::ExitCode) && message(&end).contains("the worker is leaving"), "{end:?}");
+    w.finish().await;
+    until_none(spawner).await;
 }

@@ -21,7 +21,7 @@ use volley_store::{EnsureBucketError, GetError, ProbeError, PutError, Store};
 
 use crate::api::auth::secret_hash;
 use crate::api::streams::Streams;
-use crate::api::{self, App, listen};
+use crate::api::{self, App, exec, listen};
 use crate::config::{ConfigError, CoordinatorConfig};
 use crate::driver::{self, DriverError, Handle, Parts};
 use crate::figures;
@@ -239,6 +239,7 @@ impl Ground {
             observer: self.config.observer.clone(),
             cluster: self.log.cluster.clone(),
             streams: Streams::default(),
+            sessions: exec::sessions(),
             keep_alive: self.config.keep_alive,
             stop: stop.clone(),
         });

@@ -114,7 +114,7 @@ async fn connection(stream: TcpStream, peer: SocketAddr, router: Router, head: D
     let mut builder = auto::Builder::new(TokioExecutor::new());
     builder.http1().timer(TokioTimer::new()).header_read_timeout(head);
     builder.http2().timer(TokioTimer::new()).keep_alive_interval(PING_EVERY);
-    let mut serving = std::pin::pin!(builder.serve_connection(TokioIo::new(stream), service));
+    let mut serving = std::pin::pin!(builder.serve_connection_with_upgrades(TokioIo::new(stream), service));
     // Which version is spoken is found out from the first bytes, before any other limit holds.
     let mut first = std::pin::pin!(tokio::time::sleep(head));
     let (mut waits, mut stopping) = (true, false);

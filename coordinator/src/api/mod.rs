@@ -9,6 +9,7 @@ pub mod cluster;
 pub mod document;
 pub mod error;
 pub mod events;
+pub mod exec;
 pub mod explain;
 pub mod extract;
 pub mod follow;
@@ -35,6 +36,7 @@ use axum::extract::{Request, State};
 use axum::http::{HeaderValue, StatusCode};
 use axum::middleware::{self, Next};
 use axum::response::{IntoResponse, Response};
+use tokio::sync::Semaphore;
 use tokio_util::sync::CancellationToken;
 use utoipa::OpenApi;
 use utoipa_axum::router::OpenApiRouter;
@@ -82,6 +84,8 @@ pub struct App {
     pub cluster: String,
     /// Open streams.
     pub streams: Streams,
+    /// Room for shells.
+    pub sessions: Arc<Semaphore>,
     /// After this much silence a stream says that it lives.
     pub keep_alive: Duration,
     /// Ends streams.
@@ -142,6 +146,7 @@ fn routes() -> OpenApiRouter<Arc<App>> {
         .routes(routes!(results::results))
         .routes(routes!(logs::task))
         .routes(routes!(logs::job))
+        .routes(routes!(exec::exec))
         .routes(routes!(outputs::list))
         .routes(routes!(outputs::get))
         .routes(routes!(events::events))

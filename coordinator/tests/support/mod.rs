@@ -259,7 +259,7 @@ pub fn success(name: AttemptName) -> AttemptEnd {
     AttemptEnd { code: Some(0), timing, ..AttemptEnd::bare(name, Ending::Succeeded, Isolation::Process) }
 }
 
-fn worker_info(slots: u32) -> WorkerInfo {
+pub fn worker_info(slots: u32) -> WorkerInfo {
     WorkerInfo {
         slots,
         cpu_milli: 64_000,
@@ -281,13 +281,24 @@ pub async fn worker(
     stop: CancellationToken,
     ends: impl Fn(AttemptName) -> Option<AttemptEnd> + Send + 'static,
 ) {
+    worker_with(url, name, worker_info(slots), stop, ends).await;
+}
+
+/// The same, with these things to offer.
+pub async fn worker_with(
+    url: &str,
+    name: &str,
+    info: WorkerInfo,
+    stop: CancellationToken,
+    ends: impl Fn(AttemptName) -> Option<AttemptEnd> + Send + 'static,
+) {
     let client = async_nats::connect(url).await.expect("NATS");
     let (jetstream, worker) = (async_nats::jetstream::new(client.clone()), WorkerId::new(name).expect("a name"));
     let mut work = client.subscribe(subjects::work(&worker)).await.expect("a subscription");
     let mut beat = Beat {
         worker: worker.clone(),
         incarnation: Incarnation(rand()),
-        info: worker_info(slots),
+        info,
         held: Vec::new(),
         term: Term(0),
         taken: 0,

@@ -1,0 +1,175 @@
+//! Commands in machines over the API: who is refused and why, and frames that go through as they are.
+
+mod support;
+
+use std::time::Duration;
+
+use axum::http::Method;
+use futures::{SinkExt, StreamExt};
+use serde_json::{Value, json};
+use support::{BOOTSTRAP, Cluster, World, success, worker_info, worker_with};
+use tokio_tungstenite::tungstenite::client::IntoClientRequest;
+use tokio_tungstenite::tungstenite::{Error, Message};
+use tokio_util::sync::CancellationToken;
+use volley_coordinator::config::CoordinatorConfig;
+use volley_jobspecs::ids::{AttemptName, WorkerId};
+use volley_jobspecs::spec;
+use volley_jobspecs::validate::Features;
+use volley_jobspecs::wire::plan::Isolation;
+use volley_jobspecs::wire::shell::{Body, Ended, Frame, Open, Opened, Refused, Tty};
+use volley_jobspecs::{subjects, wire};
+
+fn one_task(isolation: &str) -> Value {
+    let mut task = json!({ "isolation": isolation, "command": ["echo"] });
+    if isolation == "microvm" {
+        task["image"] = json!("i");
+    }
+    json!({ "version": "volley/v1", "name": "exec", "items": { "count": 1 }, "task": task })
+}
+
+type Socket = tokio_tungstenite::WebSocketStream<tokio::net::TcpStream>;
+
+/// Asks for a session; it, or the status and the error.
+async fn ask(cluster: &Cluster, path: &str) -> Result<Socket, (u16, Value)> {
+    let addr = cluster.running.addr;
+    let mut request = format!("ws://{addr}{path}").into_client_request().expect("a request");
+    request.headers_mut().insert("authorization", format!("Bearer {BOOTSTRAP}").parse().expect("a header"));
+    let stream = tokio::net::TcpStream::connect(addr).await.expect("a connection");
+    match tokio_tungstenite::client_async(request, stream).await {
+        Ok((socket, answer)) => {
+            assert!(answer.headers().contains_key("volley-sequence"));
+            Ok(socket)
+        }
+        Err(Error::Http(answer)) => {
+            let body = answer.body().as_ref().map(|body| serde_json::from_slice(body).unwrap_or_default()).unwrap_or_default();
+            Err((answer.status().as_u16(), body))
+        }
+        Err(other) => panic!("{other}"),
+    }
+}
+
+/// A cluster with one worker that offers machines, and holds what it is given.
+async fn start() -> Option<(Cluster, tokio::sync::mpsc::UnboundedReceiver<AttemptName>)> {
+    let world = World::new().await?;
+    let features = Features::with_isolation(&[spec::Isolation::Process, spec::Isolation::Microvm]);
+    let config = CoordinatorConfig { features, ..world.config() };
+    let cluster = world.cluster_with(config).await;
+    let (names, begun) = tokio::sync::mpsc::unbounded_channel();
+    let mut info = worker_info(4);
+    info.isolation.push(Isolation::Microvm);
+    worker_with(&cluster.world.nats.url, "w1", info, CancellationToken::new(), move |name| {
+        _ = names.send(name);
+        None
+    })
+    .await;
+    Some((cluster, begun))
+}
+
+/// Answers wishes in the name of the worker.
+async fn serve(cluster: &Cluster, answer: Opened) -> (async_nats::Client, tokio::sync::mpsc::UnboundedReceiver<Open>) {
+    let client = async_nats::connect(&cluster.world.nats.url).await.expect("NATS");
+    let worker = WorkerId::new("w1").expect("a name");
+    let mut wishes = client.subscribe(subjects::shell(&worker)).await.expect("a subscription");
+    client.flush().await.expect("flushed");
+    let (seen, opens) = tokio::sync::mpsc::unbounded_channel();
+    let own = client.clone();
+    tokio::spawn(async move {
+        while let Some(wish) = wishes.next().await {
+            _ = seen.send(wire::decode::<Open>("wish", &wish.payload).expect("a wish"));
+            own.publish(wish.reply.expect("a reply"), wire::encode(&answer).into()).await.expect("published");
+        }
+    });
+    (client, opens)
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_has_no_machine_is_refused_before_anything_is_opened() {
+    let Some((cluster, mut begun)) = start().await else { return };
+    let path = |job: &str, rest: &str| format!("/v1/jobs/{job}/tasks/0/exec{rest}");
+    let status = async |path: String| match ask(&cluster, &path).await {
+        Err((status, body)) => (status, body["message"].as_str().unwrap_or_default().to_owned()),
+        Ok(_) => panic!("{path} was opened"),
+    };
+    assert_eq!(status(path("j999", "")).await.0, 404);
+    let process = cluster.submit(&one_task("process")).await;
+    let (code, message) = status(path(&process, "")).await;
+    assert!(code == 409 && message.contains("only tasks with isolation \"microvm\""), "{code} {message}");
+    begun.recv().await.expect("an attempt");
+    let job = cluster.submit(&one_task("microvm")).await;
+    let name = begun.recv().await.expect("an attempt");
+    assert_eq!(status(format!("/v1/jobs/{job}/tasks/7/exec")).await.0, 404);
+    assert_eq!(status(path(&job, "?attempt=3")).await.0, 404);
+    for bad in ["?tty=x", "?tty=24", "?attempt=x", "?term=a%20b", "?cmd=", "?more=1"] {
+        assert_eq!(status(path(&job, bad)).await.0, 400, "{bad}");
+    }
+    let long = "a".repeat(5_000);
+    assert_eq!(status(path(&job, &format!("?cmd={long}"))).await.0, 400);
+    // Not asked as a WebSocket, without a token, with another tenant's.
+    let told = cluster.get(&path(&job, "")).await.expect(426).json();
+    assert_eq!(told["code"], "upgrade_required");
+    cluster.call(Method::GET, &path(&job, ""), None, &[], "").await.expect(401);
+    cluster.post("/v1/tenants", json!({ "tenant": "acme" }).to_string()).await.expect(201);
+    let token = cluster.post("/v1/tokens", json!({ "tenant": "acme" }).to_string()).await.expect(201).json();
+    cluster.call(Method::GET, &path(&job, ""), token["token"].as_str(), &[], "").await.expect(404);
+    // Nobody listens there.
+    let (code, message) = status(path(&job, "")).await;
+    assert!(code == 503 && message.contains("worker w1"), "{code} {message}");
+    let (_client, mut opens) = serve(&cluster, Opened::No { kind: Refused::NotHere, text: "none".into() }).await;
+    let (code, message) = status(path(&job, "")).await;
+    assert!(code == 409 && message.contains("--keep-failed"), "{code} {message}");
+    assert_eq!(opens.recv().await.map(|open| open.name), Some(name));
+    // One that succeeded left none.
+    cluster.report(success(name)).await;
+    cluster.ended(&job).await;
+    let (code, message) = status(path(&job, "")).await;
+    assert!(code == 409 && message.contains("succeeded"), "{code} {message}");
+    cluster.stop().await;
+}
+
+async fn next(socket: &mut Socket) -> Message {
+    tokio::time::timeout(Duration::from_secs(20), socket.next()).await.expect("in time").expect("more").expect("a message")
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn frames_go_through_as_they_are_and_both_ends_hear_of_the_end() {
+    let Some((cluster, mut begun)) = start().await else { return };
+    let job = cluster.submit(&one_task("microvm")).await;
+    let name = begun.recv().await.expect("an attempt");
+    let worker = WorkerId::new("w1").expect("a name");
+    let (client, mut opens) = serve(&cluster, Opened::Yes).await;
+    let mut heard = client.subscribe("volley.shell.w1.*").await.expect("a subscription");
+    client.flush().await.expect("flushed");
+    let path = format!("/v1/jobs/{job}/tasks/0/exec?attempt=1&tty=24x80&term=xterm&cmd=ls&cmd=-l%20a");
+    let mut socket = ask(&cluster, &path).await.expect("it opens");
+    let open = opens.recv().await.expect("a wish");
+    let tty = Some(Tty { rows: 24, cols: 80 });
+    assert_eq!(
+        (open.name, open.argv, open.tty, open.term),
+        (name, vec!["ls".to_owned(), "-l a".to_owned()], tty, Some("xterm".to_owned()))
+    );
+    let said = wire::encode(&Frame { number: 1, body: Body::Input(vec![0, 255].into()) });
+    socket.send(Message::Binary(said.clone().into())).await.expect("sent");
+    let message = heard.next().await.expect("a frame");
+    assert_eq!((message.subject.to_string(), message.payload.to_vec()), (subjects::shell_to_worker(&worker, &open.session), said));
+    let from = subjects::shell_from_worker(&worker, &open.session);
+    for (number, body) in
+        [(1, Body::Output { stderr: true, bytes: vec![7; 9].into() }), (2, Body::Ended(Ended { code: Some(3), ..Ended::default() }))]
+    {
+        let frame = wire::encode(&Frame { number, body });
+        client.publish(from.clone(), frame.clone().into()).await.expect("published");
+        assert_eq!(next(&mut socket).await, Message::Binary(frame.into()));
+    }
+    assert!(matches!(next(&mut socket).await, Message::Close(_)));
+    // A client that goes without a word is told of.
+    drop(ask(&cluster, &path).await.expect("it opens"));
+    let message = tokio::time::timeout(Duration::from_secs(20), heard.next()).await.expect("in time").expect("a frame");
+    let frame: Frame = wire::decode("frame", &message.payload).expect("a frame");
+    assert!(frame.number == 0 && matches!(frame.body, Body::Failed(_)), "{frame:?}");
+    // A coordinator that stops says so to both.
+    let mut socket = ask(&cluster, &path).await.expect("it opens");
+    cluster.stop.cancel();
+    let Message::Binary(bytes) = next(&mut socket).await else { panic!("no frame") };
+    let frame: Frame = wire::decode("frame", &bytes).expect("a frame");
+    assert!(matches!(frame.body, Body::Failed(why) if why.contains("stopping")));
+    cluster.stop().await;
+}

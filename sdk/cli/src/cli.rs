@@ -67,6 +67,8 @@ enum Verb {
     Results(verbs::results::Args),
     /// Lists or fetches output files.
     Outputs(verbs::outputs::Args),
+    /// Opens a shell in a task's machine, or runs a command there.
+    Exec(verbs::exec::Args),
 
     /// Waits until jobs have ended; exits as the worst of them.
     Wait(verbs::wait::Args),
@@ -205,6 +207,7 @@ pub async fn execute(cli: Cli) -> Outcome {
         Verb::Explain(args) => verbs::explain::run(&ctx, args).await,
         Verb::Logs(args) => verbs::logs::run(&ctx, args).await,
         Verb::Results(args) => verbs::results::run(&ctx, args).await,
+        Verb::Exec(args) => verbs::exec::run(&ctx, args).await,
         Verb::Outputs(args) => verbs::outputs::run(&ctx, args).await,
         Verb::Wait(args) => verbs::wait::run(&ctx, args).await,
         Verb::Cancel(args) => verbs::cancel::run(&ctx, args).await,
@@ -294,6 +297,10 @@ mod tests {
             "volley outputs ls j7 3",
             "volley outputs get j7",
             "volley outputs get j7 3 a.txt --stdout",
+            "volley exec j7 3",
+            "volley exec j7 3 --attempt 2 -- ls -la /",
+            "volley run spec.json --keep-failed",
+            "volley submit spec.json --keep-failed=2h",
             "volley wait j7 j8 --timeout 5m",
             "volley cancel j7 --now --reason because",
             "volley pause j7",

@@ -38,6 +38,8 @@ pub enum Exit {
     TimedOut,
     /// Interrupted; the job goes on.
     Interrupted,
+    /// Of `volley exec`: what the command ended with.
+    Command(u8),
 }
 
 /// The list for `--help`.
@@ -57,7 +59,8 @@ Exit codes:
   77   no valid token, or one that may not do this
   78   no cluster is configured, or wrongly
   124  `wait --timeout` ran out
-  130  interrupted; the job goes on";
+  130  interrupted; the job goes on
+`volley exec` ends with the code of its command, once that runs.";
 
 /// The list for `--help` of what starts processes.
 pub const SERVE_EXIT_CODES_HELP: &str = "\
@@ -91,6 +94,7 @@ impl Exit {
             Self::NotConfigured => 78,
             Self::TimedOut => 124,
             Self::Interrupted => 130,
+            Self::Command(code) => code,
         }
     }
 

@@ -15,7 +15,7 @@ const LINE_CHARS: usize = 60;
 const GROUPS: [(&str, &[&str]); 6] = [
     ("Start a cluster", &["up", "coordinator", "worker", "image", "template", "log"]),
     ("Submit", &["run", "submit", "plan", "upload"]),
-    ("Look", &["jobs", "job", "tasks", "task", "explain", "logs", "results", "outputs"]),
+    ("Look", &["jobs", "job", "tasks", "task", "explain", "logs", "results", "outputs", "exec"]),
     ("Control", &["wait", "cancel", "pause", "resume", "rerun", "rm"]),
     ("Operate", &["workers", "cluster", "tenant", "token"]),
     ("Other", &["schema", "completions"]),
@@ -51,6 +51,11 @@ const EXAMPLES: &[(&str, &str)] = &[
     ("outputs", "volley outputs ls j1042 17\nvolley outputs get j1042"),
     ("outputs ls", "volley outputs ls j1042 17"),
     ("outputs get", "volley outputs get j1042\nvolley outputs get j1042 17 report.txt --stdout"),
+    (
+        "exec",
+        "volley exec j1042 17\nvolley exec j1042 17 -- ps\nvolley exec j1042 17 -- tar c /volley/out > out.tar\n\
+         volley exec j1042 17 --attempt 1 -- python3 - < look.py",
+    ),
     ("wait", "volley wait j1042 j1043 --timeout 2h"),
     ("cancel", "volley cancel j1042 --now --reason 'wrong input'"),
     ("pause", "volley pause j1042"),

@@ -35,6 +35,7 @@ mod summary;
 mod table;
 mod tag;
 pub mod telemetry;
+mod terminal;
 #[cfg(test)]
 mod testing;
 mod units;

@@ -49,6 +49,16 @@ pub struct Loaded {
     items_flag: Option<PathBuf>,
 }
 
+/// `--keep-failed`, for verbs that run the spec.
+#[derive(Debug, Clone, Args)]
+#[group(skip)]
+pub struct KeepArgs {
+    /// Keeps machines of failed tries for `volley exec`. For 30 minutes, or as long as is said here, at most 24h. It sets `task.keepFailed` of
+    /// the spec.
+    #[arg(long, value_name = "TIME", num_args = 0..=1, require_equals = true, default_missing_value = "30m")]
+    pub keep_failed: Option<String>,
+}
+
 /// Stands for the id of an upload that isn't made yet.
 const STAND_IN: &str = "local";
 
@@ -58,7 +68,19 @@ impl SpecArgs {
     /// # Errors
     /// Every problem of the spec, as the cluster would name them; a file that can't be read.
     pub fn load(&self) -> Result<Loaded, CliError> {
+        self.load_keeping(None)
+    }
+
+    /// The same, and the machines of attempts that fail are kept for so long.
+    ///
+    /// # Errors
+    /// As [`SpecArgs::load`].
+    pub fn load_keeping(&self, keep_failed: Option<&str>) -> Result<Loaded, CliError> {
         let text = read(&self.spec)?;
+        let text = match keep_failed {
+            Some(time) => set_keep_failed(text, time)?,
+            None => text,
+        };
         let mut uploads = BTreeMap::new();
         for (name, path) in &self.uploads {
             let path = PathBuf::from(path);
@@ -113,6 +135,21 @@ impl Loaded {
         let items = items.as_ref().map(|(path, id)| (*path, id.as_str()));
         Ok(complete(&self.text, items, &ids)?.text.into_bytes())
     }
+}
+
+/// Has the machines of attempts that fail kept, in a job or in its stages.
+fn set_keep_failed(text: Vec<u8>, time: &str) -> Result<Vec<u8>, CliError> {
+    // Before anything is put in: doubled fields are gone from a Value.
+    parse(&text).map_err(|problems| CliError::Sdk(Error::BadSpec(problems)))?;
+    let mut spec: Value = serde_json::from_slice(&text).map_err(|error| CliError::Usage(format!("the spec is not JSON: {error}")))?;
+    let set = |part: &mut Value| {
+        if let Some(Value::Object(task)) = part.get_mut("task") {
+            task.insert("keepFailed".into(), json!(time));
+        }
+    };
+    set(&mut spec);
+    spec.get_mut("stages").and_then(Value::as_array_mut).into_iter().flatten().for_each(set);
+    Ok(spec.to_string().into_bytes())
 }
 
 /// Uploads one file, with a progress line; gives its id.
@@ -300,6 +337,18 @@ mod tests {
         assert_eq!(forgotten(&file("u0123456789abcdef01234567"), false, &given), None);
         assert_eq!(forgotten(&spec(json!({ "count": 1 })), false, &BTreeMap::new()), Some("tool".to_owned()));
         assert_eq!(forgotten(b"{\"task\":{\"inputs\":[{\"from\":\"upload:${item}\"}]}}", false, &BTreeMap::new()), None);
+    }
+
+    #[test]
+    fn machines_are_kept_as_the_flag_says() {
+        let task = json!({ "image": "i", "command": "x", "keepFailed": "1h" });
+        let text = json!({ "version": "volley/v1", "name": "n", "items": { "count": 1 }, "task": task }).to_string().into_bytes();
+        let set = set_keep_failed(text, "30m").map_err(|error| error.to_string());
+        let got: Result<Value, _> = serde_json::from_slice(&set.unwrap_or_else(|e| panic!("{e}")));
+        assert!(got.is_ok_and(|spec| spec["task"]["keepFailed"] == "30m"));
+        // What isn't one is said as a problem of the spec, and so is a tier that has none.
+        let loaded = set_keep_failed(spec(json!({ "count": 1 })), "soon").and_then(|text| load(text, None, BTreeMap::new()));
+        assert!(loaded.is_err_and(|error| error.exit().code() == 2 && error.to_string().contains("$.task.keepFailed")));
     }
 
     #[test]

@@ -3,6 +3,7 @@
 pub mod cancel;
 pub mod cluster;
 pub mod completions;
+pub mod exec;
 pub mod explain;
 pub mod job;
 pub mod jobs;

@@ -165,6 +165,20 @@ impl Answer {
         &self.endpoint
     }
 
+    /// A header of the answer, if it is text.
+    pub(crate) fn header(&self, name: &str) -> Option<&str> {
+        self.response.headers().get(name)?.to_str().ok()
+    }
+
+    /// The connection, which is spoken on otherwise from now on.
+    pub(crate) async fn upgrade(self) -> Result<(reqwest::Upgraded, String), Error> {
+        let endpoint = shown(&self.endpoint);
+        match self.response.upgrade().await {
+            Ok(connection) => Ok((connection, endpoint)),
+            Err(error) => Err(Error::Broken { endpoint, doing: self.doing, why: root_cause(&error) }),
+        }
+    }
+
     async fn whole(&mut self) -> Result<Vec<u8>, Error> {
         let mut whole = Vec::new();
         while let Some(chunk) = self.chunk().await? {
@@ -263,7 +277,8 @@ impl Client {
         self.observe_sequence(sequence.unwrap_or(0));
         let silence_max = self.shared.retry.silence_max;
         let answer = Answer { response, endpoint: endpoint.clone(), doing: call.doing.clone(), silence_max };
-        if answer.status().is_success() { Ok(answer) } else { Err(answer.refusal().await) }
+        let done = answer.status().is_success() || answer.status() == StatusCode::SWITCHING_PROTOCOLS;
+        if done { Ok(answer) } else { Err(answer.refusal().await) }
     }
 
     /// Sends, with further tries; the body is still to be read.

@@ -7,7 +7,7 @@ use crate::clean;
 use crate::ctx::Ctx;
 use crate::error::CliError;
 use crate::exit::Exit;
-use crate::spec_file::SpecArgs;
+use crate::spec_file::{KeepArgs, SpecArgs};
 use crate::table::count;
 
 /// Longest warning shown, in characters.
@@ -20,6 +20,8 @@ const WARNING_CHARS: usize = 500;
 pub struct Args {
     #[command(flatten)]
     pub(crate) spec: SpecArgs,
+    #[command(flatten)]
+    pub(crate) keep: KeepArgs,
     /// Names this submit. For a day the same key with the same spec is the same job. Default: a fresh one.
     #[arg(long, value_name = "TEXT")]
     pub(crate) key: Option<IdempotencyKey>,
@@ -39,7 +41,7 @@ pub async fn run(ctx: &Ctx, args: Args) -> Result<Exit, CliError> {
 
 /// Validates here, uploads what belongs to the spec, submits.
 pub(crate) async fn submit(ctx: &Ctx, client: &Client, args: &Args) -> Result<Submitted, CliError> {
-    let loaded = args.spec.load()?;
+    let loaded = args.spec.load_keeping(args.keep.keep_failed.as_deref())?;
     let key = match &args.key {
         Some(key) => key.clone(),
         None => IdempotencyKey::random()?,

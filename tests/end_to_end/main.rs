@@ -15,6 +15,7 @@ mod coordinators;
 mod deadlines;
 mod disk_full;
 mod drain;
+mod exec;
 mod exit_codes;
 mod explain;
 mod fail_fast;

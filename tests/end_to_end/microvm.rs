@@ -10,7 +10,7 @@ use serde_json::json;
 use crate::support::Cluster;
 
 /// The files of an image with busybox; or what is missing here.
-fn busybox(files: &Path) -> Result<(), String> {
+pub fn busybox(files: &Path) -> Result<(), String> {
     let program = |name: &str| {
         let path = std::env::var_os("PATH").unwrap_or_default();
         let found = std::env::split_paths(&path).map(|dir| dir.join(name)).find(|file| file.is_file());

@@ -127,14 +127,19 @@ impl Cluster {
         self.up.as_ref().unwrap().id()
     }
 
-    /// Begins to run `volley` as a client.
-    pub fn begin<S: AsRef<OsStr>>(&self, args: impl IntoIterator<Item = S>) -> Running {
+    /// `volley` as a client.
+    pub fn command<S: AsRef<OsStr>>(&self, args: impl IntoIterator<Item = S>) -> Command {
         let mut command = Command::new(VOLLEY);
         command.args(args).env("VOLLEY_CONFIG", self.config()).current_dir(self.dir.path());
         for name in ["VOLLEY_URL", "VOLLEY_TOKEN", "VOLLEY_TENANT"] {
             command.env_remove(name);
         }
-        process::start(command)
+        command
+    }
+
+    /// Begins to run `volley` as a client.
+    pub fn begin<S: AsRef<OsStr>>(&self, args: impl IntoIterator<Item = S>) -> Running {
+        process::start(self.command(args))
     }
 
     /// Runs `volley` as a client.

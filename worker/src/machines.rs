@@ -2,6 +2,7 @@
 //!
 //! Owns opening all of it, and from what a task says to the template it runs from. Does not own any machine (`runtime/microvm`).
 
+pub mod groups;
 pub mod kept;
 mod scratch;
 
@@ -32,11 +33,12 @@ use crate::vmm::choice::{self, ChoiceError, Chosen, Programs};
 use crate::vmm::spawner::{MachineSpawner, SpawnError};
 use crate::vmm::{Kind, Size, Vmm, processor};
 
+use groups::Groups;
 use kept::Kept;
 pub use scratch::{ScratchDisk, ScratchDisks, ScratchError};
 
-/// The cgroup of machines that no task has: those that wait, those that are kept, and those that become templates. It has no limits: how many there are has.
-const WAITING: &str = "machines";
+/// The cgroup of machines that become templates. It has no limits: a machine has what it is made with.
+const BUILDING: &str = "templates";
 /// Proofs of reseeds that are remembered: of more machines than a host runs in an hour.
 const PROOFS_KEPT: usize = 4_096;
 
@@ -141,10 +143,10 @@ pub struct Found {
 pub struct Machines {
     /// The VMM.
     pub vmm: Arc<dyn Vmm>,
-    /// The worker's cgroups, in which each slot's machines have one of their own.
-    pub cgroups: Option<Arc<Cgroups>>,
-    /// The files of the one for machines that no task has.
-    waiting: Vec<String>,
+    /// Where each machine gets its cgroup.
+    pub groups: Groups,
+    /// The files of the one for machines that become templates.
+    building: Vec<String>,
     /// Machines that wait.
     pub standby: Standby,
     /// Machines of failed attempts.
@@ -184,8 +186,9 @@ impl Machines {
             None => MachineSpawner::start()?,
         };
         let vmm = choose(config, spawner).await?;
-        let waiting = cgroups.as_ref().map(|cgroups| cgroups.slot(WAITING)).transpose()?;
-        let waiting = waiting.as_ref().map(SlotCgroup::join_files).unwrap_or_default();
+        let building = cgroups.as_ref().map(|cgroups| cgroups.slot(BUILDING)).transpose()?;
+        let building = building.as_ref().map(SlotCgroup::join_files).unwrap_or_default();
+        let groups = Groups::new(cgroups);
         let processor =
             processor::of_host(vmm.capabilities().identity.accelerator).map_err(at("reading", Path::new(processor::CPUINFO)))?;
         let kernel = kernel::find(config.kernel.as_deref(), &Places::of_process())?;
@@ -206,13 +209,13 @@ impl Machines {
         let each = vmm.capabilities().standing_bytes.max(1);
         let machines_max = u32::try_from(config.standby_bytes_max / each).unwrap_or(u32::MAX);
         let limits = standby::Limits { machines_max, of_one_max: config.standby_of_one_max.unwrap_or(slots) };
-        let standby = Standby::new(vmm.clone(), limits, waiting.clone());
+        let standby = Standby::new(vmm.clone(), limits, groups.clone());
         Ok(Self {
             kept: Kept::new(standby.clone(), config.standby_bytes_max),
             standby,
             shells: config.shells.clone(),
-            cgroups,
-            waiting,
+            groups,
+            building,
             vmm,
             scratch,
             store,
@@ -302,16 +305,10 @@ impl Machines {
             kernel: self.kernel.path.clone(),
             initrd: self.initrd.clone(),
             root: self.store.root(&note.root),
-            cgroups: self.waiting.clone(),
+            cgroups: self.building.clone(),
             env: image_env(&note.config),
             time_max: self.build_time,
         }
-    }
-
-    /// The `cgroup.procs` files of the cgroup in which machines are until a task has them.
-    #[must_use]
-    pub fn waiting(&self) -> &[String] {
-        &self.waiting
     }
 
     /// Takes note of a reseed's proof. False: another machine gave the same, so the two are one.

@@ -11,8 +11,9 @@ use std::time::{Duration, Instant};
 
 use futures::future::join_all;
 
+use crate::machines::groups::{Group, Groups};
 use crate::template::{Template, TemplateName};
-use crate::vmm::{Vm, Vmm};
+use crate::vmm::{Vm, Vmm, VmmError};
 use pools::{Action, MachineId, Pools};
 
 pub use pools::Limits;
@@ -20,11 +21,41 @@ pub use pools::Limits;
 /// Between looks at what has waited for too long.
 const LOOK_EVERY: Duration = Duration::from_millis(500);
 
+/// A machine that waits, or waited until now.
+#[derive(Debug)]
+pub struct Standing {
+    /// The machine. Before `group`: when both are dropped, it is killed before what it left is.
+    pub vm: Box<dyn Vm>,
+    /// Where it is on the host; without limits so far.
+    pub group: Group,
+}
+
+impl Standing {
+    /// Restores one. It stands still and has its template's disks.
+    ///
+    /// # Errors
+    /// [`VmmError`].
+    pub async fn restore(vmm: &dyn Vmm, groups: &Groups, template: &Template) -> Result<Self, VmmError> {
+        let group = groups.take().map_err(|why| VmmError::Io { what: "its cgroup".to_owned(), source: std::io::Error::other(why) })?;
+        let vm = vmm.restore(&template.snapshot, &group.join_files()).await?;
+        Ok(Self { vm, group })
+    }
+
+    /// Kills it and waits until nothing is left of it.
+    pub async fn end(self) {
+        let Self { vm, group } = self;
+        if let Err(why) = vm.kill().await {
+            tracing::error!("a machine's end: {}", crate::chain(&why));
+        }
+        group.clear();
+    }
+}
+
 #[derive(Debug)]
 struct State {
     pools: Pools,
     templates: BTreeMap<TemplateName, Arc<Template>>,
-    machines: BTreeMap<MachineId, Box<dyn Vm>>,
+    machines: BTreeMap<MachineId, Standing>,
     /// No more are made.
     closed: bool,
 }
@@ -32,7 +63,7 @@ struct State {
 #[derive(Debug)]
 struct Inner {
     vmm: Arc<dyn Vmm>,
-    cgroups: Vec<String>,
+    groups: Groups,
     begin: Instant,
     state: Mutex<State>,
 }
@@ -44,11 +75,11 @@ pub struct Standby {
 }
 
 impl Standby {
-    /// None yet. `cgroups`: where they are until they are taken (`cgroup.procs` files).
+    /// None yet. `groups`: where they get their cgroups.
     #[must_use]
-    pub fn new(vmm: Arc<dyn Vmm>, limits: Limits, cgroups: Vec<String>) -> Self {
+    pub fn new(vmm: Arc<dyn Vmm>, limits: Limits, groups: Groups) -> Self {
         let state = State { pools: Pools::new(limits), templates: BTreeMap::new(), machines: BTreeMap::new(), closed: false };
-        let inner = Arc::new(Inner { vmm, cgroups, begin: Instant::now(), state: Mutex::new(state) });
+        let inner = Arc::new(Inner { vmm, groups, begin: Instant::now(), state: Mutex::new(state) });
         tokio::spawn(look(Arc::downgrade(&inner)));
         Self { inner }
     }
@@ -56,7 +87,7 @@ impl Standby {
     /// Takes a machine that waits, if one does. It stands still and has its template's disks. Others are made when [`Standby::refill`] says
     /// so.
     #[must_use]
-    pub fn take(&self, template: &Arc<Template>) -> Option<Box<dyn Vm>> {
+    pub fn take(&self, template: &Arc<Template>) -> Option<Standing> {
         let mut state = self.inner.lock();
         state.templates.entry(template.name).or_insert_with(|| template.clone());
         let now_ms = self.inner.now_ms();
@@ -88,11 +119,7 @@ impl Standby {
     pub async fn clear(&self) -> usize {
         let machines = self.inner.lock().empty();
         let count = machines.len();
-        for killed in join_all(machines.into_values().map(Vm::kill)).await {
-            if let Err(why) = killed {
-                tracing::error!("the end of a machine that waited: {}", crate::chain(&why));
-            }
-        }
+        join_all(machines.into_values().map(Standing::end)).await;
         count
     }
 
@@ -105,7 +132,7 @@ impl Standby {
 
 impl State {
     /// Forgets everything. The machines that waited.
-    fn empty(&mut self) -> BTreeMap<MachineId, Box<dyn Vm>> {
+    fn empty(&mut self) -> BTreeMap<MachineId, Standing> {
         self.pools.clear();
         self.templates.clear();
         std::mem::take(&mut self.machines)
@@ -131,7 +158,7 @@ impl Inner {
             match action {
                 Action::Start(name) => {
                     if let Some(template) = state.templates.get(&name) {
-                        tokio::spawn(start(Arc::downgrade(self), self.vmm.clone(), self.cgroups.clone(), template.clone()));
+                        tokio::spawn(start(Arc::downgrade(self), self.vmm.clone(), self.groups.clone(), template.clone()));
                     }
                 }
                 // Dropped, it is killed.
@@ -143,16 +170,16 @@ impl Inner {
 }
 
 /// Restores a machine that then waits.
-async fn start(inner: Weak<Inner>, vmm: Arc<dyn Vmm>, cgroups: Vec<String>, template: Arc<Template>) {
-    let restored = vmm.restore(&template.snapshot, &cgroups).await;
+async fn start(inner: Weak<Inner>, vmm: Arc<dyn Vmm>, groups: Groups, template: Arc<Template>) {
+    let restored = Standing::restore(&*vmm, &groups, &template).await;
     let Some(inner) = inner.upgrade() else { return };
     let mut state = inner.lock();
     let now_ms = inner.now_ms();
     match restored {
-        Ok(vm) => {
+        Ok(standing) => {
             // One that is not wanted any more is dropped, which kills it.
             if let Some(id) = state.pools.restored(now_ms, template.name) {
-                state.machines.insert(id, vm);
+                state.machines.insert(id, standing);
             }
         }
         Err(why) => {

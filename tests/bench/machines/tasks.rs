@@ -186,7 +186,7 @@ pub async fn overhead(spawner: &MachineSpawner) {
         let mut dirs = Dirs::new(dir.join("slot"), None);
         dirs.make().unwrap();
         let prepared = prepared(&image, &dirs);
-        let mut machine = MicrovmMachine::new(0, machines.clone());
+        let mut machine = MicrovmMachine::new(machines.clone());
         let (mut ours, mut bare) = (Rounds::default(), Rounds::default());
         // The first has its template made.
         by_tier(&mut machine, &prepared, &dirs, &mut Rounds::default()).await;

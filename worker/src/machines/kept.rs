@@ -14,18 +14,17 @@ use volley_jobspecs::ids::AttemptName;
 
 use crate::guest::Guest;
 use crate::shells::Entered;
-use crate::standby::Standby;
-use crate::vmm::{Vm, VmmError};
+use crate::standby::{Standby, Standing};
 
 /// A machine that is to be kept.
 #[derive(Debug)]
 pub struct Machine {
     /// Whose it was.
     pub name: AttemptName,
-    /// Its agent; it goes before `vm`.
+    /// Its agent; it goes before the machine.
     pub guest: Arc<Guest>,
-    /// The machine.
-    pub vm: Box<dyn Vm>,
+    /// The machine, with its task's limits on the host.
+    pub machine: Standing,
     /// It can be entered.
     pub entered: Entered,
     /// All the memory it can take of its host, in bytes.
@@ -52,9 +51,6 @@ pub enum KeepError {
     /// It is not there any more.
     #[error("its machine could not be kept: it has ended")]
     Gone,
-    /// It can't leave its slot.
-    #[error("its machine could not be kept: {0}")]
-    Vmm(#[from] VmmError),
 }
 
 #[derive(Debug)]
@@ -204,15 +200,13 @@ impl Drop for Kept {
 
 /// Holds a machine until its time is over, or nobody wants it, or it ended.
 async fn hold(machine: Machine, time: Duration, over: CancellationToken) {
-    let Machine { name, guest, vm, entered, .. } = machine;
+    let Machine { name, guest, machine, entered, .. } = machine;
     let why = tokio::select! {
         () = over.cancelled() => "its room is needed, or the worker leaves",
         () = tokio::time::sleep(time) => "its time is over",
-        _ended = vm.ended() => "it ended by itself",
+        _ended = machine.vm.ended() => "it ended by itself",
     };
     tracing::info!(job = %name.job, task = name.index, attempt = name.number, why, "a machine that was kept goes");
     drop((entered, guest));
-    if let Err(why) = vm.kill().await {
-        tracing::error!("the end of a machine that was kept: {}", crate::chain(&why));
-    }
+    machine.end().await;
 }

@@ -7,7 +7,6 @@
 //! What the guest says is its own word only. It ends as *guest lost* when it says nothing, and its machine is killed whatever it does.
 
 mod command;
-mod group;
 mod ready;
 
 use std::os::fd::OwnedFd;
@@ -29,17 +28,16 @@ use crate::attempt::Force;
 use crate::dirs::Dirs;
 use crate::execute::ExecuteError;
 use crate::guest::{FilesError, Guest, GuestError};
+use crate::machines::groups;
 use crate::machines::kept::{self, KeepError};
 use crate::machines::{Machines, Wanted};
 use crate::persist::PersistError;
 use crate::prepare::{InMachine, Prepared};
 use crate::restore::RestoreError;
 use crate::shells::{Entered, Place as ShellPlace};
-use crate::vmm::VmmError;
+use crate::standby::Standing;
 use crate::vmm::console;
-use crate::vmm::spawner::proto::Exited;
 use command::Running;
-use group::Group;
 use ready::{Place, Ready};
 
 /// Where the scratch disk is mounted in a machine.
@@ -66,7 +64,6 @@ const MODE_MASK: u32 = 0o777;
 #[derive(Debug)]
 pub struct MicrovmMachine {
     machines: Arc<Machines>,
-    group: Group,
     ready: Option<Ready>,
     running: Option<Running>,
     /// People may run commands in it.
@@ -74,15 +71,14 @@ pub struct MicrovmMachine {
     /// What the machine's template still needs.
     stage: watch::Sender<Option<TemplateStage>>,
     /// Machines that are being killed.
-    dying: Option<JoinHandle<Result<Exited, VmmError>>>,
+    dying: Option<JoinHandle<()>>,
 }
 
 impl MicrovmMachine {
     /// A slot in which nothing ran yet.
     #[must_use]
-    pub fn new(slot: u32, machines: Arc<Machines>) -> Self {
-        let group = Group::new(slot, machines.cgroups.clone());
-        Self { machines, group, ready: None, running: None, entered: None, stage: watch::Sender::default(), dying: None }
+    pub fn new(machines: Arc<Machines>) -> Self {
+        Self { machines, ready: None, running: None, entered: None, stage: watch::Sender::default(), dying: None }
     }
 
     /// What the template of the machine that is being restored still needs, as it changes.
@@ -100,9 +96,9 @@ impl MicrovmMachine {
     /// Kills the machine, whatever it does. [`MicrovmMachine::release`] waits for its end.
     pub fn kill(&mut self) {
         (self.running, self.entered) = (None, None);
-        if let Some(Ready { vm, guest, .. }) = self.ready.take() {
+        if let Some(Ready { vm, guest, group, .. }) = self.ready.take() {
             drop(guest);
-            self.dying = Some(tokio::spawn(vm.kill()));
+            self.dying = Some(tokio::spawn(Standing { vm, group }.end()));
         }
     }
 
@@ -118,30 +114,23 @@ impl MicrovmMachine {
     /// # Errors
     /// [`KeepError`]: it is still the slot's, or gone.
     pub async fn keep(&mut self, resources: &Resources, time: Duration) -> Result<(), KeepError> {
-        let limits = group::limits(resources, self.machines.vmm.capabilities());
+        let limits = groups::limits(resources, self.machines.vmm.capabilities());
         let bytes = limits.memory_bytes.unwrap_or_else(|| machine::host_memory_bytes(resources));
         let room = self.machines.kept.room(bytes).await?;
-        let Some(ready) = &self.ready else { return Err(KeepError::Gone) };
-        ready.vm.enter(self.machines.waiting()).await?;
         self.running = None;
-        let (Some(Ready { guest, vm, .. }), Some(entered)) = (self.ready.take(), self.entered.take()) else { return Err(KeepError::Gone) };
-        self.group.leave();
-        room.keep(kept::Machine { name: entered.name(), guest, vm, entered, bytes }, time)
+        let (Some(Ready { guest, vm, group, .. }), Some(entered)) = (self.ready.take(), self.entered.take()) else {
+            return Err(KeepError::Gone);
+        };
+        room.keep(kept::Machine { name: entered.name(), guest, machine: Standing { vm, group }, entered, bytes }, time)
     }
 
     /// Kills the machine and waits until nothing is left of it.
     pub async fn release(&mut self) {
         self.kill();
-        match self.dying.take() {
-            None => return,
-            Some(dying) => match dying.await {
-                Ok(Ok(_exited)) => {}
-                Ok(Err(why)) => tracing::error!("a machine's end: {}", crate::chain(&why)),
-                // The runtime ends, and the process with it.
-                Err(_) => {}
-            },
+        if let Some(dying) = self.dying.take() {
+            // An error: the runtime ends, and the process with it.
+            let _ = dying.await;
         }
-        self.group.clear();
     }
 
     /// Copies inputs into the machine.
@@ -253,12 +242,9 @@ impl Machine for MicrovmMachine {
         let inside = prepared.inside.as_deref().ok_or(RestoreError::NotPrepared)?;
         let (tenant, task) = (&inside.tenant, &prepared.task);
         let found = self.machines.template_by_stages(&Wanted::of(tenant, task), &self.stage).await?;
-        let cgroups = self.group.ready(group::limits(&task.resources, self.machines.vmm.capabilities()))?;
-        let place = Place { inside, disk: task.resources.disk.map(|disk| disk.0), cgroups: &cgroups };
-        let ready = match ready::make(&self.machines, &found, &place).await {
-            Ok(ready) => ready,
-            Err(why) => return Err(self.group.killed_at().map_or(why, |bytes| RestoreError::HostMemory { bytes })),
-        };
+        let limits = groups::limits(&task.resources, self.machines.vmm.capabilities());
+        let place = Place { inside, disk: task.resources.disk.map(|disk| disk.0), limits };
+        let ready = ready::make(&self.machines, &found, &place).await?;
         let put = self.put_inputs(&ready, inside).await;
         self.ready = Some(ready);
         put
@@ -276,7 +262,7 @@ impl Machine for MicrovmMachine {
 
     async fn wait(&self) -> Result<Exit, ExecuteError> {
         let (Some(ready), Some(running)) = (&self.ready, &self.running) else { return Err(ExecuteError::Lost) };
-        match (running.wait(&*ready.vm).await, self.group.killed_at()) {
+        match (running.wait(&*ready.vm).await, ready.group.killed_at()) {
             (Err(ExecuteError::Guest(why)), Some(bytes)) => {
                 Err(ExecuteError::Guest(format!("{}: {why}", RestoreError::HostMemory { bytes })))
             }

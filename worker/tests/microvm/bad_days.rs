@@ -111,7 +111,7 @@ async fn a_worker_that_is_killed_leaves_nothing_that_the_next_one_does_not_take_
         all.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect::<Vec<_>>()
     };
     for group in groups_of(&dir) {
-        assert_eq!(inner(&group), ["machines"], "{}", group.display());
+        assert_eq!(inner(&group), ["templates"], "{}", group.display());
     }
     let end = w.run_one(&task(&image, r#""command":"echo again""#)).await;
     assert_eq!((end.ending, text(&end.stdout).as_str()), (Ending::Succeeded, "again\n"), "{end:?}");

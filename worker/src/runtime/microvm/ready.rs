@@ -10,11 +10,14 @@ use minicbor::bytes::ByteArray;
 use volley_jobspecs::wire::guest::{Dir, Furnish, Identity, Mount, User};
 
 use super::{OUT, SCRATCH, TMP, WORK};
+use crate::cgroup::Limits;
 use crate::guest::{Guest, GuestError};
 use crate::image::oci::Config as ImageConfig;
+use crate::machines::groups::Group;
 use crate::machines::{Found, Machines, ScratchDisk};
 use crate::prepare::InMachine;
 use crate::restore::RestoreError;
+use crate::standby::Standing;
 use crate::vmm::greet::{GreetError, greet};
 use crate::vmm::{Disk, Slot, Source, Vm};
 
@@ -33,6 +36,8 @@ pub struct Ready {
     pub guest: Arc<Guest>,
     /// The machine.
     pub vm: Box<dyn Vm>,
+    /// Where it is on the host, with its task's limits.
+    pub group: Group,
     /// Whose the task's directories are; root's when none.
     pub owner: Option<(u32, u32)>,
     /// As whom the task runs; as root when none.
@@ -50,8 +55,8 @@ pub struct Place<'a> {
     pub inside: &'a InMachine,
     /// Size of its disk, if the task says one.
     pub disk: Option<u64>,
-    /// The `cgroup.procs` files of its slot's cgroup.
-    pub cgroups: &'a [String],
+    /// What it may use of its host.
+    pub limits: Limits,
 }
 
 /// Makes one: one that waits if one does, else a new one. When one that waited turns out to be of no use, a new one is made.
@@ -66,24 +71,57 @@ pub async fn make(machines: &Machines, found: &Found, place: &Place<'_>) -> Resu
 
 async fn make_one(machines: &Machines, found: &Found, place: &Place<'_>) -> Result<Ready, RestoreError> {
     let disk = place.disk.unwrap_or(volley_jobspecs::machine::DISK_BYTES_DEFAULT);
-    if let Some(vm) = machines.standby.take(&found.template) {
-        match confirm(machines, vm, found, place, machines.scratch.make(disk).await?).await {
+    if let Some(standing) = machines.standby.take(&found.template) {
+        match confirm(machines, standing, found, place, machines.scratch.make(disk).await?).await {
             Ok(ready) => return Ok(ready),
             Err(why) => tracing::warn!("a machine that waited is of no use: {}; another is made", crate::chain(&why)),
         }
     }
-    let (scratch, vm) = tokio::join!(machines.scratch.make(disk), machines.vmm.restore(&found.template.snapshot, place.cgroups));
-    // It began in its slot's cgroup.
-    confirm(machines, vm?, found, &Place { cgroups: &[], ..*place }, scratch?).await
+    let restored = Standing::restore(&*machines.vmm, &machines.groups, &found.template);
+    let (scratch, standing) = tokio::join!(machines.scratch.make(disk), restored);
+    confirm(machines, standing?, found, place, scratch?).await
 }
 
+/// Has one become ready, within its limits; else nothing is left of it.
 async fn confirm(
     machines: &Machines,
-    mut vm: Box<dyn Vm>,
+    standing: Standing,
+    found: &Found,
+    place: &Place<'_>,
+    scratch: ScratchDisk,
+) -> Result<Ready, RestoreError> {
+    let Standing { mut vm, mut group } = standing;
+    let confirmed = match group.limit(place.limits) {
+        Ok(()) => confirm_it(machines, &mut *vm, found, place, scratch).await,
+        Err(why) => Err(why.into()),
+    };
+    match confirmed {
+        Ok(Confirmed { guest, owner, user, scratch_bytes }) => {
+            Ok(Ready { guest: Arc::new(guest), vm, group, owner, user, image: found.image.clone(), scratch_bytes })
+        }
+        Err(why) => {
+            let killed_at = group.killed_at();
+            Standing { vm, group }.end().await;
+            Err(killed_at.map_or(why, |bytes| RestoreError::HostMemory { bytes }))
+        }
+    }
+}
+
+/// What is known of a machine that is ready.
+struct Confirmed {
+    guest: Guest,
+    owner: Option<(u32, u32)>,
+    user: Option<User>,
+    scratch_bytes: u64,
+}
+
+async fn confirm_it(
+    machines: &Machines,
+    vm: &mut dyn Vm,
     found: &Found,
     place: &Place<'_>,
     mut scratch: ScratchDisk,
-) -> Result<Ready, RestoreError> {
+) -> Result<Confirmed, RestoreError> {
     let (bytes, mut laps) = (scratch.bytes, Laps::begin());
     if let Some(file) = scratch.file.take() {
         vm.swap(Slot::SCRATCH, Disk { source: Source::File(file), bytes }).await?;
@@ -92,9 +130,7 @@ async fn confirm(
     drop(scratch);
     laps.end();
     vm.resume().await?;
-    // Beside the greeting, which takes longer: a move waits for all processors of the host to have looked, some 10 ms, if none was lately.
-    let entered = async { vm.enter(place.cgroups).await.map_err(RestoreError::from) };
-    let (guest, ()) = futures::try_join!(greeted(machines, &*vm), entered)?;
+    let guest = greeted(machines, vm).await?;
     laps.end();
     let proof = guest.reseed(random()?).await?;
     laps.end();
@@ -111,7 +147,7 @@ async fn confirm(
         futures::try_join!(guest.set_clock(now()), guest.set_identity(identity), guest.furnish(furniture(machines, bytes, user.clone())))?;
     laps.end();
     tracing::debug!(swap_greet_reseed_furnish_us = ?laps.us, "a machine is ready");
-    Ok(Ready { guest: Arc::new(guest), vm, owner, user, image: found.image.clone(), scratch_bytes: bytes })
+    Ok(Confirmed { guest, owner, user, scratch_bytes: bytes })
 }
 
 /// How long each step took, in microseconds.

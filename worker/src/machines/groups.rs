@@ -1,0 +1,151 @@
+//! The cgroups of machines on the host, one each.
+//!
+//! Owns when one is made, its limits, and that nothing is left in it between two machines. A machine's VMM begins in its own and stays there,
+//! whether it waits, serves or is kept: to move it from one to another holds up everything of the worker for some 10 ms. Only its limits
+//! change: while it waits it has none. Does not own how cgroups are written (`cgroup`), nor the limits of commands inside a machine, which
+//! are the guest's.
+//!
+//! These limits hold whatever becomes of the guest and of its VMM. The guest's memory can't outgrow them by itself: they have room for all
+//! of it and for what the VMM needs.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use volley_jobspecs::machine;
+use volley_jobspecs::spec::Resources;
+
+use crate::cgroup::{CgroupError, Cgroups, Limits, SlotCgroup};
+use crate::vmm::Capabilities;
+
+/// Threads and processes of a VMM: one a processor, some for disks and a handful else. What its user may have at most (`vmm/spawner`).
+const PIDS_MAX: u32 = 256;
+/// CPU beside a machine's processors where its task names none, in thousandths of a core: disks and channels are served beside them.
+const BESIDE_MILLI: u32 = 1_000;
+/// Empty cgroups that are kept for machines to come: making and removing one takes a tenth of a millisecond and is never waited for, so
+/// this is for their number's sake only.
+const FREE_MAX: usize = 64;
+
+#[derive(Debug, Default)]
+struct State {
+    free: Vec<SlotCgroup>,
+    /// Counts those that were made.
+    made: u64,
+}
+
+#[derive(Debug)]
+struct Inner {
+    cgroups: Arc<Cgroups>,
+    state: Mutex<State>,
+}
+
+/// Where machines get their cgroups, if this worker has any. Cheap to clone.
+#[derive(Debug, Clone)]
+pub struct Groups(Option<Arc<Inner>>);
+
+/// A machine's cgroup. Dropped, whatever is in it is killed.
+#[derive(Debug)]
+pub struct Group {
+    inner: Option<Arc<Inner>>,
+    cgroup: Option<SlotCgroup>,
+    kills_before: u64,
+    memory_bytes: u64,
+}
+
+impl Inner {
+    /// Each change is one call, so a panic elsewhere leaves nothing half done.
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Groups {
+    /// None were made yet. `cgroups`: the worker's.
+    #[must_use]
+    pub fn new(cgroups: Option<Arc<Cgroups>>) -> Self {
+        Self(cgroups.map(|cgroups| Arc::new(Inner { cgroups, state: Mutex::default() })))
+    }
+
+    /// One for a machine that is about to begin, without limits. It may be one that an earlier machine had.
+    ///
+    /// # Errors
+    /// [`CgroupError`].
+    pub fn take(&self) -> Result<Group, CgroupError> {
+        let Some(inner) = &self.0 else { return Ok(Group { inner: None, cgroup: None, kills_before: 0, memory_bytes: 0 }) };
+        let (free, number) = {
+            let mut state = inner.lock();
+            let free = state.free.pop();
+            state.made += u64::from(free.is_none());
+            (free, state.made)
+        };
+        let cgroup = match free {
+            Some(cgroup) => cgroup,
+            None => inner.cgroups.slot(&format!("machine-{number}"))?,
+        };
+        let kills_before = cgroup.oom_kills();
+        Ok(Group { inner: Some(inner.clone()), cgroup: Some(cgroup), kills_before, memory_bytes: 0 })
+    }
+}
+
+impl Group {
+    /// The files into which a machine's VMM is written before it begins.
+    #[must_use]
+    pub fn join_files(&self) -> Vec<String> {
+        self.cgroup.as_ref().map(SlotCgroup::join_files).unwrap_or_default()
+    }
+
+    /// From now on its machine has these.
+    ///
+    /// # Errors
+    /// [`CgroupError`], also when it has more than that already.
+    pub fn limit(&mut self, limits: Limits) -> Result<(), CgroupError> {
+        self.memory_bytes = limits.memory_bytes.unwrap_or(0);
+        self.cgroup.as_mut().map_or(Ok(()), |cgroup| cgroup.set_limits(limits))
+    }
+
+    /// Did the host's kernel end something in it for want of memory? The limit, in bytes.
+    #[must_use]
+    pub fn killed_at(&self) -> Option<u64> {
+        let kills = self.cgroup.as_ref().map_or(0, SlotCgroup::oom_kills);
+        (kills > self.kills_before).then_some(self.memory_bytes)
+    }
+
+    /// Once its machine is gone: kills what that left, if it left anything, else has another machine use it.
+    pub fn clear(mut self) {
+        let (Some(inner), Some(mut cgroup)) = (self.inner.take(), self.cgroup.take()) else { return };
+        let left = cgroup.kill();
+        if left > 0 {
+            tracing::error!(left, "processes were left of a machine and were killed");
+        } else if cgroup.set_limits(Limits::default()).is_ok() {
+            let mut state = inner.lock();
+            if state.free.len() < FREE_MAX {
+                return state.free.push(cgroup);
+            }
+        }
+        remove(cgroup);
+    }
+}
+
+impl Drop for Group {
+    fn drop(&mut self) {
+        if let Some(cgroup) = self.cgroup.take() {
+            remove(cgroup);
+        }
+    }
+}
+
+/// Waits for processes to die, which may take long when they hang in the kernel. What is left when the worker ends is removed then.
+fn remove(cgroup: SlotCgroup) {
+    if let Ok(runtime) = tokio::runtime::Handle::try_current() {
+        runtime.spawn_blocking(move || cgroup.remove());
+    }
+}
+
+/// What a machine may use of its host.
+#[must_use]
+pub fn limits(resources: &Resources, capabilities: &Capabilities) -> Limits {
+    let processors = u32::from(machine::vcpus(resources)).saturating_mul(1_000);
+    Limits {
+        memory_bytes: Some(machine::host_memory_bytes(resources).saturating_add(capabilities.beside_bytes)),
+        cpu_milli: Some(resources.cpus.map_or(processors.saturating_add(BESIDE_MILLI), |cpus| cpus.0)),
+        pids: Some(PIDS_MAX),
+    }
+}

@@ -385,8 +385,6 @@ pub trait Vm: fmt::Debug + Send + Sync {
     fn pid(&self) -> u32;
     /// The VMM's user; none where it runs as the worker.
     fn user(&self) -> Option<u32>;
-    /// Moves its VMM into these cgroups (`cgroup.procs` files). What it used before stays charged to those where it was.
-    fn enter<'a>(&'a self, cgroups: &'a [String]) -> BoxFuture<'a, Result<(), VmmError>>;
     /// Stops its processors.
     fn pause(&mut self) -> BoxFuture<'_, Result<(), VmmError>>;
     /// Lets them go on.

@@ -1,10 +1,13 @@
 //! `standby-memory`, `restore-leaks`: what machines that wait cost, and what those that are gone leave.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use volley_worker::cgroup::Cgroups;
+use volley_worker::cgroup::{Cgroups, Limits};
 use volley_worker::guest::Guest;
+use volley_worker::machines::groups::Groups;
+use volley_worker::standby::Standing;
 use volley_worker::vmm::spawner::MachineSpawner;
 use volley_worker::vmm::{Snapshot, Vm, Vmm};
 
@@ -101,37 +104,37 @@ fn resident_kib() -> f64 {
     text.lines().find_map(|line| line.strip_prefix("VmRSS:")?.trim().strip_suffix(" kB")?.trim().parse().ok()).unwrap()
 }
 
-/// How long the move into its task's cgroup took.
-async fn once(vmm: &dyn Vmm, snapshot: &Snapshot, n: usize, [waiting, slot]: [&[String]; 2]) -> Duration {
-    let mut vm = vmm.restore(snapshot, waiting).await.unwrap();
+/// How long its cgroup took: to be had, and to get a task's limits.
+async fn once(vmm: &dyn Vmm, snapshot: &Snapshot, n: usize, groups: &Groups) -> Duration {
+    let begin = Instant::now();
+    let mut group = groups.take().unwrap();
+    let taken = begin.elapsed();
+    let mut vm = vmm.restore(snapshot, &group.join_files()).await.unwrap();
     vm.resume().await.unwrap();
     let begin = Instant::now();
-    vm.enter(slot).await.unwrap();
-    let moved = begin.elapsed();
+    group.limit(Limits { memory_bytes: Some(snapshot.size.memory_bytes + (256 << 20)), cpu_milli: Some(2_000), pids: Some(256) }).unwrap();
+    let took = taken + begin.elapsed();
     let (guest, _) = Guest::connect(vm.connect().await.unwrap(), [n as u8; 32], true, 2 * SOON).await.unwrap();
     guest.reseed([n as u8; 64]).await.unwrap();
     drop(guest);
-    vm.kill().await.unwrap();
-    moved
+    Standing { vm, group }.end().await;
+    took
 }
 
 pub async fn restore_leaks(spawner: &MachineSpawner) {
     for (name, vmm, snapshot, _) in saved(spawner).await {
-        // As the worker has them: one for machines that wait, one for a slot's.
         let cgroups = Cgroups::open(&format!("volley-bench-{}", std::process::id()));
-        let cgroups = cgroups.map_err(|why| eprintln!("without cgroups: {why}")).ok();
-        let files = |name: &str| cgroups.as_ref().map(|cgroups| cgroups.slot(name).unwrap().join_files()).unwrap_or_default();
-        let (waiting, slot) = (files("machines"), files("machine-0"));
-        let groups = [waiting.as_slice(), slot.as_slice()];
+        let cgroups = cgroups.map_err(|why| eprintln!("without cgroups: {why}")).ok().map(Arc::new);
+        let groups = Groups::new(cgroups.clone());
         for n in 0..WARM {
-            once(&*vmm, &snapshot, n, groups).await;
+            once(&*vmm, &snapshot, n, &groups).await;
         }
         // Tasks that follow what a machine said end when they have read the end.
         tokio::time::sleep(Duration::from_millis(200)).await;
         let (before, kib) = (there(spawner), resident_kib());
-        let mut moves = Vec::new();
+        let mut limits = Vec::new();
         for n in 0..RESTORES {
-            moves.push(ms(once(&*vmm, &snapshot, n, groups).await));
+            limits.push(ms(once(&*vmm, &snapshot, n, &groups).await));
             if n % 100 == 99 {
                 eprintln!("{} of {RESTORES} restores of {name}", n + 1);
             }
@@ -149,10 +152,8 @@ pub async fn restore_leaks(spawner: &MachineSpawner) {
             before.values().sum::<usize>() as f64,
         );
         figure(&format!("{name} worker KiB after {RESTORES}"), resident_kib(), kib);
-        println!("# {name}: the move into a cgroup took {:.2} ms (median)", median(&moves));
-        for group in waiting.iter().chain(&slot) {
-            assert_eq!(std::fs::read_to_string(group).unwrap(), "", "{group}");
-        }
+        println!("# {name}: a cgroup and its limits took {:.2} ms (median)", median(&limits));
+        drop(groups);
         if let Some(cgroups) = cgroups {
             cgroups.sweep().unwrap();
         }

@@ -351,10 +351,6 @@ impl Vm for FirecrackerVm {
         self.process.user()
     }
 
-    fn enter<'a>(&'a self, cgroups: &'a [String]) -> BoxFuture<'a, Result<(), VmmError>> {
-        async { Ok(self.process.enter(cgroups).await?) }.boxed()
-    }
-
     fn pause(&mut self) -> BoxFuture<'_, Result<(), VmmError>> {
         self.call(bodies::state(false), CALL_WAIT).boxed()
     }

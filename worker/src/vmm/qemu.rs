@@ -392,10 +392,6 @@ impl Vm for QemuVm {
         self.end.process.user()
     }
 
-    fn enter<'a>(&'a self, cgroups: &'a [String]) -> BoxFuture<'a, Result<(), VmmError>> {
-        async { Ok(self.end.process.enter(cgroups).await?) }.boxed()
-    }
-
     fn pause(&mut self) -> BoxFuture<'_, Result<(), VmmError>> {
         async { self.command("stop", json!({})).await.map(drop) }.boxed()
     }

@@ -80,9 +80,6 @@ pub enum SpawnError {
         /// Why.
         why: String,
     },
-    /// It can't be moved into its cgroup.
-    #[error("moving a machine into its cgroup: {0}")]
-    Enter(String),
     /// The socket.
     #[error("can't speak to the helper that spawns machines: {0}")]
     Socket(#[source] io::Error),
@@ -418,23 +415,6 @@ impl Process {
         let mount = rustix::mount::open_tree(file, "", flags).map_err(|e| failed(format!("copying its mount: {}", io::Error::from(e))))?;
         let order = Order::Attach { name: name.to_owned(), dir };
         self.order(&order, &[mount.as_fd()]).await?.map_or(Ok(()), |why| Err(failed(why)))
-    }
-
-    /// Moves it into these cgroups, named by their `cgroup.procs` files, with all its threads. One that has ended needs no cgroup.
-    ///
-    /// # Errors
-    /// [`SpawnError::Open`], [`SpawnError::Enter`].
-    pub async fn enter(&self, cgroups: &[String]) -> Result<(), SpawnError> {
-        if cgroups.is_empty() {
-            return Ok(());
-        }
-        let files = opened(cgroups)?;
-        let fds: Vec<_> = files.iter().map(AsFd::as_fd).collect();
-        let refused = self.order(&Order::Enter, &fds).await?;
-        match refused {
-            Some(why) if self.exited.get().is_none() => Err(SpawnError::Enter(why)),
-            Some(_) | None => Ok(()),
-        }
     }
 
     /// Orders something, and hears why it was not done, if it was not.

@@ -22,11 +22,11 @@ const STATE: i32 = 4;
 const ROOT: i32 = 5;
 
 /// Starts `/usr/bin/busybox` or another program with streams that go nowhere.
-async fn start(spawner: &MachineSpawner, words: &[&str]) -> Result<Process, SpawnError> {
+async fn start(spawner: &MachineSpawner, words: &[&str], cgroups: &[String]) -> Result<Process, SpawnError> {
     let null = File::options().read(true).write(true).open("/dev/null").unwrap();
     let argv = words.iter().map(Into::into).collect();
     let launch =
-        Launch { program: Program::Path(words[0].as_ref()), argv, cgroups: &[], inherits: vec![null.as_fd(), null.as_fd(), null.as_fd()] };
+        Launch { program: Program::Path(words[0].as_ref()), argv, cgroups, inherits: vec![null.as_fd(), null.as_fd(), null.as_fd()] };
     spawner.launch(&launch).await
 }
 
@@ -61,7 +61,7 @@ async fn a_vmm_can_change_nothing_and_reach_nobody() {
     fs::set_permissions(&root, PermissionsExt::from_mode(0o444)).unwrap();
     let root = File::open(root).unwrap();
     // A sibling with a socket that anybody could connect to who reached it; it has the first user.
-    let sibling = start(&spawner, &["/usr/bin/sleep", "600"]).await.unwrap();
+    let sibling = start(&spawner, &["/usr/bin/sleep", "600"], &[]).await.unwrap();
     assert_eq!(sibling.user(), Some(USERS_FIRST));
     let socket = sibling.dir().join("socket");
     let _listener = UnixListener::bind(&socket).unwrap();
@@ -192,18 +192,18 @@ fn nobody_can_be_reached(user: u32) {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_process_lives_as_long_as_what_holds_it() {
     let Some(spawner) = spawner() else { return };
-    let missing = start(&spawner, &["/usr/bin/no-such-program"]).await.unwrap_err();
+    let missing = start(&spawner, &["/usr/bin/no-such-program"], &[]).await.unwrap_err();
     assert!(matches!(missing, SpawnError::NotStarted { step: Step::Exec, errno: libc::ENOENT, .. }), "{missing}");
-    let ended = start(&spawner, &["/usr/bin/env", "false"]).await.unwrap();
+    let ended = start(&spawner, &["/usr/bin/env", "false"], &[]).await.unwrap();
     assert_eq!(ended.exited().await.unwrap().code, Some(1));
     assert_eq!(ended.exited().await.unwrap().code, Some(1), "asked again");
     assert!(!ended.dir().exists());
-    let one = start(&spawner, &["/usr/bin/sleep", "600"]).await.unwrap();
+    let one = start(&spawner, &["/usr/bin/sleep", "600"], &[]).await.unwrap();
     one.kill();
     assert_eq!(one.exited().await.unwrap().signal, Some(9));
     // Dropped before it is asked for, and with a child of its own that left its session.
     let script = "setsid sleep 600 & setsid sleep 600 & sleep 600";
-    let other = start(&spawner, &["/bin/sh", "-c", script]).await.unwrap();
+    let other = start(&spawner, &["/bin/sh", "-c", script], &[]).await.unwrap();
     let begin = Instant::now();
     while children(other.pid()).len() < 3 {
         assert!(begin.elapsed() < SOON);
@@ -233,52 +233,21 @@ async fn a_process_lives_as_long_as_what_holds_it() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_process_is_moved_into_another_cgroup_while_it_runs() {
+async fn a_process_begins_in_its_cgroup_and_ends_with_it() {
     let Some(spawner) = spawner() else { return };
-    let cgroups = match Cgroups::open(&format!("volley-test-move-{}", std::process::id())) {
+    let cgroups = match Cgroups::open(&format!("volley-test-vmm-{}", std::process::id())) {
         Ok(cgroups) => cgroups,
         Err(why) => return eprintln!("skipped: {why}"),
     };
-    let [first, second] = ["first", "second"].map(|name| cgroups.slot(name).unwrap().join_files());
-    let all = futures::future::join_all((0..20).map(|_| start(&spawner, &["/usr/bin/sleep", "600"]))).await;
-    let all: Vec<Process> = all.into_iter().map(Result::unwrap).collect();
-    let listed = |files: &[String], pid: u32| {
-        let is_in = |file: &String| fs::read_to_string(file).unwrap().lines().any(|line| line == pid.to_string());
-        files.iter().all(is_in)
-    };
-    // One every so often, then all behind each other: what takes long is waited for once.
-    let (mut apart, mut together) = (Vec::new(), Vec::new());
-    for process in &all {
-        tokio::time::sleep(Duration::from_millis(100)).await;
-        let begin = Instant::now();
-        process.enter(&first).await.unwrap();
-        apart.push(begin.elapsed());
-        assert!(listed(&first, process.pid()));
+    let files = cgroups.slot("one").unwrap().join_files();
+    let process = start(&spawner, &["/usr/bin/sleep", "600"], &files).await.unwrap();
+    for file in &files {
+        assert_eq!(fs::read_to_string(file).unwrap(), format!("{}\n", process.pid()), "{file}");
     }
-    for process in &all {
-        let begin = Instant::now();
-        process.enter(&second).await.unwrap();
-        together.push(begin.elapsed());
-        assert!(listed(&second, process.pid()));
-    }
-    let last = together.clone();
-    eprintln!(
-        "into {} hierarchies: {:?} each, {:?} in a row (all {:?})",
-        first.len(),
-        median(apart),
-        median(together),
-        last.iter().sum::<Duration>()
-    );
-    assert!(first.iter().all(|file| fs::read_to_string(file).unwrap().is_empty()));
-    // One that has ended is nobody's any more, and no error.
-    let [gone, lives] = [&all[0], &all[1]];
-    gone.kill();
-    gone.exited().await.unwrap();
-    gone.enter(&first).await.unwrap();
-    assert!(lives.enter(&["/nowhere/cgroup.procs".to_owned()]).await.is_err());
+    assert!(start(&spawner, &["/usr/bin/true"], &["/nowhere/cgroup.procs".to_owned()]).await.is_err());
     // What is killed through its cgroup has ended as any other.
     cgroups.sweep().unwrap();
-    assert_eq!(lives.exited().await.unwrap().signal, Some(9));
+    assert_eq!(process.exited().await.unwrap().signal, Some(9));
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -286,7 +255,7 @@ async fn sixty_four_are_started_at_once() {
     let Some(spawner) = spawner() else { return };
     let one = async || {
         let begin = Instant::now();
-        let process = start(&spawner, &["/usr/bin/true"]).await.unwrap();
+        let process = start(&spawner, &["/usr/bin/true"], &[]).await.unwrap();
         let started = begin.elapsed();
         assert_eq!(process.exited().await.unwrap().code, Some(0));
         started
@@ -326,7 +295,7 @@ async fn a_worker_with_twenty_machines() {
     let spawner = MachineSpawner::start().unwrap();
     let mut all = Vec::new();
     for _ in 0..20 {
-        all.push(start(&spawner, &["/usr/bin/sleep", "600"]).await.unwrap());
+        all.push(start(&spawner, &["/usr/bin/sleep", "600"], &[]).await.unwrap());
     }
     let pids: Vec<String> = all.iter().map(|process| process.pid().to_string()).collect();
     println!("pids {} {}", spawner.pid(), pids.join(" "));

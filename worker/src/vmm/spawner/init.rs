@@ -224,7 +224,6 @@ impl Init {
                 let order = buffer.get(..len).and_then(|bytes| minicbor::decode::<Order>(bytes).ok());
                 let done = match (order, fds.first()) {
                     (Some(Order::Attach { name, dir }), Some(mount)) => attach(vmm, name, dir, mount),
-                    (Some(Order::Enter), _) => enter(vmm, &fds),
                     _ => Err("a request that makes no sense".to_owned()),
                 };
                 say(&vmm.socket, &Reply::Done(done.err()));
@@ -301,14 +300,6 @@ fn attach(vmm: &mut Vmm, name: String, dir: bool, mount: &OwnedFd) -> Result<(),
     let flags = rustix::mount::MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH;
     rustix::mount::move_mount(mount, "", &own, &name, flags).map_err(at("mounting"))?;
     vmm.attached.push(name);
-    Ok(())
-}
-
-/// Moves it, with all its threads. Here, because its number is nobody else's as long as its status was not taken.
-fn enter(vmm: &Vmm, cgroups: &[OwnedFd]) -> Result<(), String> {
-    for cgroup in cgroups {
-        rustix::io::write(cgroup, vmm.running.pid.to_string().as_bytes()).map_err(|e| io::Error::from(e).to_string())?;
-    }
     Ok(())
 }
 

@@ -53,9 +53,6 @@ pub enum Order {
         #[n(1)]
         dir: bool,
     },
-    /// Move the process into the cgroups whose `cgroup.procs` files come along, opened for writing.
-    #[n(1)]
-    Enter,
 }
 
 /// From the spawner: the first on its own socket, then what belongs to a process on that process's.

@@ -42,6 +42,8 @@ struct Entry {
     open: usize,
     /// The shells that are open are to end.
     over: CancellationToken,
+    /// None may begin.
+    closed: bool,
     /// Tells entries of one attempt apart.
     number: u64,
 }
@@ -91,7 +93,7 @@ impl Shells {
         let mut state = self.lock();
         state.next += 1;
         let number = state.next;
-        let entry = Entry { place, open: 0, over: CancellationToken::new(), number };
+        let entry = Entry { place, open: 0, over: CancellationToken::new(), closed: false, number };
         if let Some(older) = state.machines.insert(name, entry) {
             older.over.cancel();
         }
@@ -109,7 +111,7 @@ impl Shells {
         if state.open >= OF_ALL_MAX {
             return Err(no(Refused::TooMany, &format!("{OF_ALL_MAX} shells are open on this worker, the most; end one")));
         }
-        let guest = state.machines.get(&open.name).and_then(|entry| entry.place.guest.upgrade());
+        let guest = state.machines.get(&open.name).filter(|entry| !entry.closed).and_then(|entry| entry.place.guest.upgrade());
         let (Some(guest), Some(entry)) = (guest, state.machines.get_mut(&open.name)) else {
             return Err(no(
                 Refused::NotHere,
@@ -139,10 +141,18 @@ impl Entered {
         self.name
     }
 
-    /// Ends the shells that are open; others may begin.
-    pub fn end_all(&self) {
+    /// Ends the shells that are open, and lets none begin.
+    pub fn close(&self) {
         if let Some(entry) = self.shells.lock().machines.get_mut(&self.name).filter(|entry| entry.number == self.number) {
             std::mem::take(&mut entry.over).cancel();
+            entry.closed = true;
+        }
+    }
+
+    /// Lets them begin again.
+    pub fn reopen(&self) {
+        if let Some(entry) = self.shells.lock().machines.get_mut(&self.name).filter(|entry| entry.number == self.number) {
+            entry.closed = false;
         }
     }
 }
@@ -243,8 +253,10 @@ mod tests {
         let first = shells.open(&open(1)).unwrap_or_else(|no| panic!("{no:?}"));
         assert_eq!((first.exec.argv.as_slice(), first.exec.cwd.as_deref()), (["/bin/sh".to_owned()].as_slice(), Some("/w")));
         assert!(first.exec.expendable && first.exec.tty.is_none() && !first.exec.env.iter().any(|(name, _)| name == "TERM"));
-        entered.end_all();
+        entered.close();
         assert!(first.over.is_cancelled());
+        assert_eq!(kind(shells.open(&open(1))), Some(Refused::NotHere));
+        entered.reopen();
         let tty = Open { tty: Some(Tty { rows: 1, cols: 1 }), argv: vec!["ls".into()], ..open(1) };
         let second = shells.open(&tty).unwrap_or_else(|no| panic!("{no:?}"));
         assert!(!second.over.is_cancelled());

@@ -130,7 +130,7 @@ pub enum Body {
     /// To the worker: send a signal to the command.
     #[n(3)]
     Signal(#[n(0)] i32),
-    /// To both: so many bytes, of all that were sent, have been taken.
+    /// To both: so many bytes, of all that were sent, have been taken. A piece counts as at least `link::PIECE_COUNTS_MIN`.
     #[n(4)]
     Ack(#[n(0)] u64),
     /// To both: nothing else to say.

@@ -102,10 +102,10 @@ impl MicrovmMachine {
         }
     }
 
-    /// Ends people's commands in the machine.
+    /// Ends people's commands in the machine, and lets none begin until it is kept.
     pub fn end_shells(&self) {
         if let Some(entered) = &self.entered {
-            entered.end_all();
+            entered.close();
         }
     }
 
@@ -121,6 +121,7 @@ impl MicrovmMachine {
         let (Some(Ready { guest, vm, group, .. }), Some(entered)) = (self.ready.take(), self.entered.take()) else {
             return Err(KeepError::Gone);
         };
+        entered.reopen();
         room.keep(kept::Machine { name: entered.name(), guest, machine: Standing { vm, group }, entered, bytes }, time)
     }
 

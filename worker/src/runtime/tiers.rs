@@ -86,7 +86,7 @@ impl Tiers {
         collected
     }
 
-    /// Ends what people run in the machine beside the task.
+    /// Ends what people run in the machine beside the task, and lets nothing more begin there until it is kept.
     pub fn end_shells(&mut self) {
         if let Some(machine) = self.machine() {
             machine.end_shells();

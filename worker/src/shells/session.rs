@@ -11,14 +11,15 @@ use minicbor::bytes::ByteVec;
 use tokio::sync::mpsc;
 use volley_jobspecs::wire::guest::mux::Channel;
 use volley_jobspecs::wire::guest::{Ended, Exec, Exit, RefusalKind};
-use volley_jobspecs::wire::shell::link::{Due, End, Link, SILENCE_MS, WINDOW_BYTES};
+use volley_jobspecs::wire::shell::link::{Due, End, Link, PIECES_MAX, SILENCE_MS};
 use volley_jobspecs::wire::shell::{self, Body, Frame, PIECE_BYTES_MAX};
 
 use super::Permit;
 use crate::guest::{Command, Guest, GuestError};
 
-/// Frames that may wait for the session: as many pieces as a window has at their shortest, so that none that keeps the rules finds it full.
-pub const FRAMES_MAX: usize = WINDOW_BYTES as usize;
+/// Frames that may wait for the session, and pieces for the command: as many as may be on their way, and as many words beside them, so that
+/// none that keeps the rules finds it full.
+pub const FRAMES_MAX: usize = 2 * PIECES_MAX;
 /// Pieces of output that wait for the session: it takes them at once, as long as the client does.
 const PIECES_WAITING: usize = 4;
 /// What a shell ends with when it finds no program, and when that can't be run.

@@ -11,6 +11,11 @@ use super::{Body, Frame, PIECE_BYTES_MAX};
 /// Bytes that may be on their way in one direction without having been taken: more than a round trip's worth on any network that a person
 /// types over, and little enough to be held for everybody.
 pub const WINDOW_BYTES: u64 = 256 * 1024;
+/// A piece counts as at least so many bytes: what holding it costs beside them, so that many short ones are held for everybody too.
+pub const PIECE_COUNTS_MIN: u64 = 256;
+/// Pieces that may be on their way in one direction.
+pub const PIECES_MAX: usize = 1_024;
+const _: () = assert!(PIECES_MAX as u64 * PIECE_COUNTS_MIN == WINDOW_BYTES);
 /// After so many bytes that were taken, it is said.
 const ACK_BYTES: u64 = WINDOW_BYTES / 4;
 /// Who has nothing to say for so long says that it lives, in milliseconds.
@@ -71,6 +76,11 @@ pub enum Due {
     Silent,
 }
 
+/// What a piece of so many bytes counts as.
+fn counted(bytes: usize) -> u64 {
+    (bytes as u64).max(PIECE_COUNTS_MIN)
+}
+
 /// One end.
 #[derive(Debug, Clone)]
 pub struct Link {
@@ -78,7 +88,7 @@ pub struct Link {
     /// Numbers of the last frames.
     said: u64,
     heard: u64,
-    /// Bytes that were sent, and that the other end has taken.
+    /// Bytes that were sent, as they count, and that the other end has taken.
     bytes_out: u64,
     acked: u64,
     /// Bytes that came, that were taken here, and that were said to be.
@@ -101,14 +111,14 @@ impl Link {
     #[must_use]
     pub fn room(&self) -> usize {
         let left = WINDOW_BYTES.saturating_sub(self.bytes_out.saturating_sub(self.acked));
-        usize::try_from(left).unwrap_or(PIECE_BYTES_MAX).min(PIECE_BYTES_MAX)
+        if left < PIECE_COUNTS_MIN { 0 } else { usize::try_from(left).unwrap_or(PIECE_BYTES_MAX).min(PIECE_BYTES_MAX) }
     }
 
     /// Gives the next frame. A piece is at most [`Link::room`] long.
     pub fn say(&mut self, now_ms: u64, body: Body) -> Frame {
         self.said += 1;
         self.said_ms = now_ms;
-        self.bytes_out += body.data().map_or(0, |bytes| bytes.len() as u64);
+        self.bytes_out += body.data().map_or(0, |bytes| counted(bytes.len()));
         Frame { number: self.said, body }
     }
 
@@ -137,7 +147,7 @@ impl Link {
             if !(1..=PIECE_BYTES_MAX).contains(&bytes.len()) {
                 return Err(Broken::Piece { bytes: bytes.len() });
             }
-            self.bytes_in += bytes.len() as u64;
+            self.bytes_in += counted(bytes.len());
             if self.bytes_in - self.told > WINDOW_BYTES {
                 return Err(Broken::Window);
             }
@@ -153,9 +163,9 @@ impl Link {
         }
     }
 
-    /// So many bytes of what came were taken. What is to be said of it, if anything.
+    /// A piece of so many bytes was taken, of those that came. What is to be said of it, if anything.
     pub fn took(&mut self, now_ms: u64, bytes: usize) -> Option<Frame> {
-        self.taken = self.taken.saturating_add(bytes as u64).min(self.bytes_in);
+        self.taken = self.taken.saturating_add(counted(bytes)).min(self.bytes_in);
         if self.taken - self.told < ACK_BYTES {
             return None;
         }
@@ -257,6 +267,19 @@ mod tests {
         assert_eq!(worker.due(SILENCE_MS + ALIVE_MS + 100), Due::Silent);
     }
 
+    #[test]
+    fn many_short_pieces_are_too_many_as_well() {
+        let (mut client, mut worker) = (Link::new(End::Client, 0), Link::new(End::Worker, 0));
+        for _ in 0..PIECES_MAX {
+            assert!(client.room() > 0);
+            let frame = client.say(0, piece(End::Client, 1));
+            assert!(worker.hear(0, frame).is_ok());
+        }
+        assert_eq!(client.room(), 0);
+        let number = PIECES_MAX as u64 + 1;
+        assert_eq!(worker.hear(0, Frame { number, body: piece(End::Client, 1) }), Err(Broken::Window));
+    }
+
     proptest! {
         /// Two ends that keep the rules, and frames that come in order however late: nothing breaks, nothing is held beyond the window, and
         /// everything that is sent can arrive.
@@ -265,10 +288,12 @@ mod tests {
             let mut ends = [Link::new(End::Client, 0), Link::new(End::Worker, 0)];
             let kinds = [End::Client, End::Worker];
             // On their way to each end, and held by it without having been taken.
-            let (mut ways, mut held) = ([VecDeque::new(), VecDeque::new()], [0usize; 2]);
+            let (mut ways, mut held) = ([VecDeque::new(), VecDeque::new()], [VecDeque::<usize>::new(), VecDeque::new()]);
             let (mut sent, mut came) = ([0u64; 2], [0u64; 2]);
             let mut now = 0;
-            for (op, second, size) in ops {
+            for (op, second, mut size) in ops {
+                // Short ones as well.
+                size = if size % 2 == 0 { size / 100 } else { size };
                 let (me, other) = (usize::from(second), usize::from(!second));
                 now += 1;
                 match op {
@@ -281,32 +306,30 @@ mod tests {
                         }
                     }
                     1 | 2 => if let Some(frame) = ways[me].pop_front() {
-                        if let Some(body) = ends[me].hear(now, frame).unwrap() {
-                            let len = body.data().map_or(0, <[u8]>::len);
-                            held[me] += len;
+                        if let Some(len) = ends[me].hear(now, frame).unwrap().and_then(|body| body.data().map(<[u8]>::len)) {
+                            held[me].push_back(len);
                             came[me] += len as u64;
                         }
                     },
-                    3 => {
-                        let len = size.min(held[me]);
-                        held[me] -= len;
-                        if let Some(frame) = ends[me].took(now, len) {
-                            ways[other].push_back(frame);
-                        }
-                    }
+                    3 => if let Some(len) = held[me].pop_front()
+                        && let Some(frame) = ends[me].took(now, len)
+                    {
+                        ways[other].push_back(frame);
+                    },
                     _ => if let Due::Send(frame) = ends[me].due(now) { ways[other].push_back(frame); },
                 }
-                prop_assert!(held[me] as u64 <= WINDOW_BYTES);
+                prop_assert!(held[me].len() <= PIECES_MAX && held[me].iter().sum::<usize>() as u64 <= WINDOW_BYTES);
                 prop_assert!(sent[me] - came[other] <= WINDOW_BYTES);
             }
             // Taken and delivered, there is room again.
             for _ in 0..4 {
                 for me in 0..2 {
                     while let Some(frame) = ways[me].pop_front() {
-                        if let Some(body) = ends[me].hear(now, frame).unwrap() { held[me] += body.data().map_or(0, <[u8]>::len); }
+                        held[me].extend(ends[me].hear(now, frame).unwrap().and_then(|body| body.data().map(<[u8]>::len)));
                     }
-                    let taken = std::mem::take(&mut held[me]);
-                    if let Some(frame) = ends[me].took(now, taken) { ways[1 - me].push_back(frame); }
+                    for len in std::mem::take(&mut held[me]) {
+                        ways[1 - me].extend(ends[me].took(now, len));
+                    }
                 }
             }
             prop_assert!(ends.iter().all(|end| end.room() == PIECE_BYTES_MAX));

@@ -50,14 +50,15 @@ pub fn nats(args: NatsArgs) -> Result<NatsConfig, Failed> {
 
 /// Where the bucket is.
 pub fn store(args: StoreArgs) -> StoreConfig {
-    let path_style = args.endpoint.is_some();
+    let StoreArgs { place, bucket } = args;
+    let path_style = place.endpoint.is_some();
     StoreConfig {
-        endpoint: args.endpoint,
-        region: args.region,
-        prefix: args.prefix,
+        endpoint: place.endpoint,
+        region: place.region,
+        prefix: place.prefix,
         credentials: None,
         force_path_style: path_style,
-        ..StoreConfig::new("", &args.bucket, "", "")
+        ..StoreConfig::new("", &bucket, "", "")
     }
 }
 

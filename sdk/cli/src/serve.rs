@@ -108,12 +108,20 @@ pub struct NatsArgs {
 /// Where the bucket is. The keys come from AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or the rest of the standard chain.
 #[derive(Debug, Clone, Args)]
 pub struct StoreArgs {
-    /// The S3 endpoint. Default: AWS.
-    #[arg(id = "s3_endpoint", long = "s3-endpoint", env = "VOLLEY_S3_ENDPOINT", value_name = "URL", help_heading = "S3")]
-    pub endpoint: Option<String>,
+    /// Where S3 is.
+    #[command(flatten)]
+    pub place: StorePlace,
     /// The bucket.
     #[arg(id = "s3_bucket", long = "s3-bucket", env = "VOLLEY_S3_BUCKET", value_name = "NAME", help_heading = "S3")]
     pub bucket: String,
+}
+
+/// Where S3 is, and what of a bucket is ours.
+#[derive(Debug, Clone, Args)]
+pub struct StorePlace {
+    /// The S3 endpoint. Default: AWS.
+    #[arg(id = "s3_endpoint", long = "s3-endpoint", env = "VOLLEY_S3_ENDPOINT", value_name = "URL", help_heading = "S3")]
+    pub endpoint: Option<String>,
     /// The region to sign for.
     #[arg(id = "s3_region", long = "s3-region", env = "AWS_REGION", default_value = "us-east-1", value_name = "NAME", help_heading = "S3")]
     pub region: String,
@@ -229,8 +237,8 @@ pub struct MachineArgs {
     /// (`openssl rand -hex 32`), the first is written with.
     #[arg(long, env = "VOLLEY_TEMPLATE_KEYS", value_name = "FILE", help_heading = "microVMs")]
     pub template_keys: Option<PathBuf>,
-    /// What runs the machines: qemu, firecracker, or auto, which is Firecracker where KVM executes and there is one, else QEMU (with KVM if that
-    /// executes, else emulating). One that is named and can't be used is an error.
+    /// What runs the machines. `auto` is Firecracker where KVM executes and there is one, else QEMU (with KVM if that executes, else emulating).
+    /// One that is named and can't be used is an error.
     #[arg(long, env = "VOLLEY_VMM", value_name = "VMM", value_parser = VMMS, default_value = "auto", help_heading = "microVMs")]
     pub vmm: String,
     /// Firecracker, 1.12 or later. Default: the first in PATH, /usr/local/bin and /usr/bin.
@@ -298,8 +306,11 @@ pub enum ImageVerb {
 pub struct TemplateArgs {
     /// S3.
     #[command(flatten)]
-    pub store: Option<StoreArgs>,
-    /// The key file of the workers that share templates.
+    pub place: StorePlace,
+    /// The bucket. All but `build` want it.
+    #[arg(id = "s3_bucket", long = "s3-bucket", env = "VOLLEY_S3_BUCKET", value_name = "NAME", help_heading = "S3")]
+    pub bucket: Option<String>,
+    /// The key file of the workers that share templates. All but `build` want it.
     #[arg(long, env = "VOLLEY_TEMPLATE_KEYS", value_name = "FILE", global = true)]
     pub template_keys: Option<PathBuf>,
     /// Whose templates.
@@ -359,7 +370,7 @@ impl TemplateArgs {
     /// [`CliError::Usage`]: what is missing.
     pub fn stored(self, verb: StoredVerb) -> Result<StoredArgs, CliError> {
         let missing = |what: &str| CliError::Usage(format!("{what} is missing: {TEMPLATES_LIE}"));
-        let store = self.store.ok_or_else(|| missing("--s3-bucket NAME"))?;
+        let store = StoreArgs { place: self.place, bucket: self.bucket.ok_or_else(|| missing("--s3-bucket NAME"))? };
         let keys = self.template_keys.ok_or_else(|| missing("--template-keys FILE"))?;
         Ok(StoredArgs { store, keys, tenant: self.tenant, verb })
     }

@@ -162,17 +162,22 @@ async fn inside_a_task_runs_in_linux_on_firecracker() {
         let told: u64 = lines.next().unwrap().parse().unwrap();
         assert!(now.abs_diff(told) <= 5, "{now} {told}");
     }
+    ends_are_told(&mut w, &image).await;
+    w.finish().await;
+    assert_eq!(children(spawner.pid()), Vec::<u32>::new());
+}
+
+/// Codes, signals, a panic, and a guest that is out of memory.
+async fn ends_are_told(w: &mut World, image: &str) {
     for (script, class, code) in [("exit 42", FailureClass::ExitCode, Some(42)), ("kill -SEGV $$", FailureClass::Signal, Some(11))] {
-        let end = w.run_one(&task(&image, &format!(r#""command":"{script}""#))).await;
+        let end = w.run_one(&task(image, &format!(r#""command":"{script}""#))).await;
         assert_eq!((end.ending, end.code), (failed(class), code), "{end:?}");
     }
-    let end = w.run_one(&task(&image, r#""command":"echo c > /proc/sysrq-trigger""#)).await;
+    let end = w.run_one(&task(image, r#""command":"echo c > /proc/sysrq-trigger""#)).await;
     println!("panic: {}", message(&end));
     assert_eq!(end.ending, failed(FailureClass::GuestLost), "{end:?}");
     assert!(message(&end).contains("the guest's kernel panicked (not syncing: sysrq triggered crash)"), "{end:?}");
-    let end = w.run_one(&task(&image, r#""command":"x=$(dd if=/dev/zero bs=1M count=100 | tr '\\0' x); echo $${#x}""#)).await;
+    let end = w.run_one(&task(image, r#""command":"x=$(dd if=/dev/zero bs=1M count=100 | tr '\\0' x); echo $${#x}""#)).await;
     println!("memory: {:?} {}", end.ending, message(&end));
     assert_eq!(end.ending, failed(FailureClass::Oom), "{end:?}");
-    w.finish().await;
-    assert_eq!(children(spawner.pid()), Vec::<u32>::new());
 }

@@ -85,7 +85,7 @@ fn shells_are_opened_in_machines_that_run_and_in_those_that_were_kept() {
 
 /// As somebody types it.
 fn on_a_terminal(cluster: &Cluster, job: &str) {
-    let exec = cluster.command(&["exec", job, "0"]);
+    let exec = cluster.command(["exec", job, "0"]);
     let words: Vec<String> =
         [exec.get_program()].into_iter().chain(exec.get_args()).map(|word| format!("'{}'", word.to_string_lossy())).collect();
     let mut script = Command::new("script");
@@ -122,7 +122,7 @@ fn refusals(cluster: &Cluster, job: &str) {
     assert!(told.stderr.contains("only tasks with isolation \"microvm\" have a machine"), "{}", told.stderr);
     cluster.ask(&["tenant", "add", "red"]);
     let token = cluster.ask(&["token", "create", "--tenant", "red"])["token"].as_str().unwrap().to_owned();
-    let mut other = cluster.command(&["exec", job, "0", "--", "true"]);
+    let mut other = cluster.command(["exec", job, "0", "--", "true"]);
     other.env("VOLLEY_TOKEN", token);
     assert_eq!(with_input(other, b"").0, 66, "another tenant's job is not there");
 }

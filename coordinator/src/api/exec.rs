@@ -156,12 +156,12 @@ async fn machine(app: &App, caller: &Caller, id: JobId, index: u32, number: Opti
     {
         return Ok((name, worker));
     }
-    let ended = rows::attempts(app.handle.rows(), id, index)?.into_iter().map(|(_, row)| row);
+    let mut ended = rows::attempts(app.handle.rows(), id, index)?.into_iter().map(|(_, row)| row);
     let row = match number {
-        Some(number) => ended.into_iter().find(|row| row.end.name.number == number).ok_or_else(|| {
+        Some(number) => ended.find(|row| row.end.name.number == number).ok_or_else(|| {
             ApiError::not_found(format!("there is no attempt {number} of task {index} of job {id}; `volley task {id} {index}` lists them"))
         })?,
-        None => ended.last().ok_or_else(|| {
+        None => ended.next_back().ok_or_else(|| {
             conflict(format!(
                 "task {index} of job {id} has not begun, so it has no machine; `volley explain {id} {index}` says what it waits for"
             ))

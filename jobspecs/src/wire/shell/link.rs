@@ -305,11 +305,11 @@ mod tests {
                             ways[other].push_back(frame);
                         }
                     }
-                    1 | 2 => if let Some(frame) = ways[me].pop_front() {
-                        if let Some(len) = ends[me].hear(now, frame).unwrap().and_then(|body| body.data().map(<[u8]>::len)) {
-                            held[me].push_back(len);
-                            came[me] += len as u64;
-                        }
+                    1 | 2 => if let Some(frame) = ways[me].pop_front()
+                        && let Some(len) = ends[me].hear(now, frame).unwrap().and_then(|body| body.data().map(<[u8]>::len))
+                    {
+                        held[me].push_back(len);
+                        came[me] += len as u64;
                     },
                     3 => if let Some(len) = held[me].pop_front()
                         && let Some(frame) = ends[me].took(now, len)

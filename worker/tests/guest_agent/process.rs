@@ -108,12 +108,14 @@ async fn a_command_has_a_terminal_of_its_own() {
     assert_eq!((end.output.as_str(), end.errors.as_str()), ("0\r\n1\r\n2\r\nerr\r\nctl\r\n33 77\r\n", ""));
     assert_eq!(end.ended.exit, Exit::Code(0));
     // What is typed is echoed, another size is told, ^C interrupts, and the end of the input is the terminal's.
-    let script = "trap 'stty size' WINCH; trap 'echo int' INT; echo ready; read line; echo got $line; cat; exit 4";
+    // A trap ends a shell's read early.
+    let script = "trap 'stty size' WINCH; trap 'echo int' INT; echo ready; until read line; do :; done; echo got $line; cat; exit 4";
     let command = guest.exec(&on_tty(24, 80, script)).await.unwrap();
     let read = async |until: &str| {
         let (mut all, mut buffer) = (String::new(), [0; 4096]);
         while !all.contains(until) {
-            let len = tokio::time::timeout(SOON, command.read(Channel::Output, &mut buffer)).await.expect("soon").unwrap();
+            let read = tokio::time::timeout(SOON, command.read(Channel::Output, &mut buffer)).await;
+            let len = read.unwrap_or_else(|_| panic!("{until:?} does not come: {all:?}")).unwrap();
             assert!(len > 0, "{until}: {all}");
             all.push_str(&String::from_utf8_lossy(&buffer[..len]));
         }

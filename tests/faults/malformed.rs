@@ -36,6 +36,7 @@ async fn malformed_input_is_refused_and_creates_nothing() {
     });
     let there = cluster.submit(&spec).await;
     cluster.wait(there, std::time::Duration::from_secs(60)).await;
+    newest_level(&cluster).await;
     let before = inventory(&cluster).await;
     let requests = setting("VOLLEY_FAULTS_MALFORMED", 10_000);
     let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap().as_secs();
@@ -75,6 +76,17 @@ async fn malformed_input_is_refused_and_creates_nothing() {
     assert_eq!(cluster.coordinators[0].starts(), 1);
     let Ok(cluster) = Arc::try_unwrap(cluster) else { panic!("still in use") };
     cluster.stop().await;
+}
+
+/// Waits until the cluster knows that all of its coordinators know everything: before, it can rightly say of some requests that it can't
+/// yet (503).
+async fn newest_level(cluster: &Cluster) {
+    let begun = Instant::now();
+    let newest = volley_cli::sdk::jobspecs::wire::LEVEL;
+    while cluster.get(&cluster.endpoints[0], "/v1/cluster").await.is_none_or(|view| view["level"] != newest) {
+        assert!(begun.elapsed() < std::time::Duration::from_secs(60), "the level stays");
+        tokio::time::sleep(std::time::Duration::from_millis(100)).await;
+    }
 }
 
 /// Jobs, tenants and workers there are.

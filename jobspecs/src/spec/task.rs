@@ -21,8 +21,8 @@ pub const ENV_MAX: usize = 512;
 pub const INPUTS_MAX: usize = 256;
 /// Most declared output paths of a task; a directory counts as one.
 pub const OUTPUTS_MAX: usize = 64;
-/// Most volumes of a task.
-pub const VOLUMES_MAX: usize = 16;
+/// Most volumes of a task: so many places for them has a machine when it is saved, and every tier is held to the same.
+pub const VOLUMES_MAX: usize = 4;
 /// Most retry rules.
 pub const RULES_MAX: usize = 64;
 /// Most commands of a warm-up; more belong in a script of the image.
@@ -84,7 +84,7 @@ pub struct TaskSpec {
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = OUTPUTS_MAX))]
     pub outputs: Vec<String>,
-    /// Volumes that are mounted, at most 16.
+    /// Volumes that are mounted, at most 4.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = VOLUMES_MAX))]
     pub volumes: Vec<VolumeMount>,

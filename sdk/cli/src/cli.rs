@@ -167,7 +167,7 @@ fn wants_json(args: &[OsString]) -> bool {
     joined || words.windows(2).any(|pair| matches!(pair, [flag, format] if matches!(flag.as_str(), "-o" | "--output") && format == "json"))
 }
 
-fn read<T: Into<OsString> + Clone>(args: impl IntoIterator<Item = T>) -> Result<Cli, clap::Error> {
+pub(crate) fn read<T: Into<OsString> + Clone>(args: impl IntoIterator<Item = T>) -> Result<Cli, clap::Error> {
     let mut command = command();
     let mut matches = command.try_get_matches_from_mut(args)?;
     Cli::from_arg_matches_mut(&mut matches).map_err(|error| error.format(&mut command))
@@ -191,7 +191,7 @@ pub async fn execute(cli: Cli) -> Outcome {
         Verb::Image(args) => return serve(ServeCommand::Image(args)),
         Verb::Template(args) => match args.verb.clone() {
             TemplateVerb::Build(args) => verbs::template::build(&ctx, args).await,
-            TemplateVerb::Stored(verb) => match args.stored(verb) {
+            TemplateVerb::Stored(verb) => match args.stored(verb, ctx.tenant()) {
                 Ok(args) => return serve(ServeCommand::Template(args)),
                 Err(error) => Err(error),
             },

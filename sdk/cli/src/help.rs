@@ -205,7 +205,7 @@ mod tests {
                     0 => text.split_whitespace().map(str::to_owned).collect::<Vec<_>>(),
                     _ => vec![text.to_owned()],
                 });
-                let parsed = crate::cli::command().try_get_matches_from(words);
+                let parsed = crate::cli::read(words);
                 assert!(parsed.is_ok(), "{line}: {}", parsed.err().map(|e| e.to_string()).unwrap_or_default());
             }
         }

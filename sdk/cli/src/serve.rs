@@ -237,9 +237,9 @@ pub struct MachineArgs {
     /// (`openssl rand -hex 32`), the first is written with.
     #[arg(long, env = "VOLLEY_TEMPLATE_KEYS", value_name = "FILE", help_heading = "microVMs")]
     pub template_keys: Option<PathBuf>,
-    /// What runs the machines. `auto` is Firecracker where KVM executes and there is one, else QEMU (with KVM if that executes, else emulating).
+    /// What runs the machines: auto, qemu or firecracker. `auto` is Firecracker where KVM executes and there is one, else QEMU (with KVM if that executes, else emulating).
     /// One that is named and can't be used is an error.
-    #[arg(long, env = "VOLLEY_VMM", value_name = "VMM", value_parser = VMMS, default_value = "auto", help_heading = "microVMs")]
+    #[arg(long, env = "VOLLEY_VMM", value_name = "VMM", value_parser = VMMS, hide_possible_values = true, default_value = "auto", help_heading = "microVMs")]
     pub vmm: String,
     /// Firecracker, 1.12 or later. Default: the first in PATH, /usr/local/bin and /usr/bin.
     #[arg(long, env = "VOLLEY_FIRECRACKER", value_name = "FILE", help_heading = "microVMs")]
@@ -313,9 +313,6 @@ pub struct TemplateArgs {
     /// The key file of the workers that share templates. All but `build` want it.
     #[arg(long, env = "VOLLEY_TEMPLATE_KEYS", value_name = "FILE", global = true)]
     pub template_keys: Option<PathBuf>,
-    /// Whose templates.
-    #[arg(long, env = "VOLLEY_TENANT", default_value = "default", value_name = "NAME", global = true)]
-    pub tenant: TenantId,
     /// What to do.
     #[command(subcommand)]
     pub verb: TemplateVerb,
@@ -364,18 +361,21 @@ pub struct StoredArgs {
 }
 
 impl TemplateArgs {
-    /// Those of a verb that works on the bucket.
+    /// Those of a verb that works on the bucket, for this tenant (`--tenant`).
     ///
     /// # Errors
-    /// [`CliError::Usage`]: what is missing.
-    pub fn stored(self, verb: StoredVerb) -> Result<StoredArgs, CliError> {
+    /// [`CliError::Usage`]: what is missing, or no tenant's name.
+    pub fn stored(self, verb: StoredVerb, tenant: Option<&str>) -> Result<StoredArgs, CliError> {
         let missing = |what: &str| CliError::Usage(format!("{what} is missing: {TEMPLATES_LIE}"));
         let store = StoreArgs { place: self.place, bucket: self.bucket.ok_or_else(|| missing("--s3-bucket NAME"))? };
         let keys = self.template_keys.ok_or_else(|| missing("--template-keys FILE"))?;
-        Ok(StoredArgs { store, keys, tenant: self.tenant, verb })
+        let tenant = TenantId::new(tenant.unwrap_or(TENANT_DEFAULT)).map_err(|e| CliError::Usage(format!("--tenant: {e}")))?;
+        Ok(StoredArgs { store, keys, tenant, verb })
     }
 }
 
+/// The tenant of a cluster that has made no others.
+const TENANT_DEFAULT: &str = "default";
 const TEMPLATES_LIE: &str = "templates lie in the workers' bucket, sealed with the keys that the workers share them with";
 
 /// Whom tasks run as, where the worker runs as root. Without either, each slot has a user of its own, counted from 80000:80000.

@@ -197,9 +197,9 @@ pub fn job(id: JobId, facts: &Facts, progress: &Progress) -> Explanation {
         let them = units::counted(u64::from(count), "of them was", "of them were");
         explanation.details.push(format!("{them} never given out, the first is task {} ({class})", progress.next_fresh));
     }
-    explanation
-        .details
-        .extend(progress.exit_code(facts.plan.tasks).map(|code| format!("exit code {code}; it is round {}", progress.round)));
+    explanation.details.extend(
+        progress.exit_code(facts.plan.tasks).map(|code| format!("`volley run` ends with exit code {code}; it is round {}", progress.round)),
+    );
     if counts.succeeded == counts.total {
         explanation.next.push(format!("`volley results {id}` shows what came of it"));
     } else {
@@ -297,6 +297,6 @@ mod tests {
             whole.summary.contains(reason) && whole.details.iter().any(|d| d == "9 tasks ended as queue_timeout, without a verdict"),
             "{whole:?}"
         );
-        assert!(whole.details.iter().any(|d| d.starts_with("exit code 3")), "{whole:?}");
+        assert!(whole.details.iter().any(|d| d.starts_with("`volley run` ends with exit code 3")), "{whole:?}");
     }
 }

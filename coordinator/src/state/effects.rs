@@ -216,7 +216,7 @@ pub enum Refusal {
         jobs: usize,
     },
     /// The job has ended.
-    #[error("job {0} has ended, so nothing of it is left to do; `volley rerun {0}` would run every task again that did not succeed")]
+    #[error("job {0} has ended, so nothing of it is left to do")]
     Ended(JobId),
     /// The job has not ended.
     #[error(

@@ -39,7 +39,7 @@ enum Verb {
     Log(LogArgs),
     /// Imports, lists and removes the images of this host.
     Image(ImageArgs),
-    /// Lists and removes the machine templates in the bucket.
+    /// Builds machine templates, and lists and removes those in the bucket.
     Template(TemplateArgs),
 
     /// Submits a job, follows it to its end and says what came of it.

@@ -238,7 +238,7 @@ pub struct MachineArgs {
     #[arg(long, env = "VOLLEY_TEMPLATE_KEYS", value_name = "FILE", help_heading = "microVMs")]
     pub template_keys: Option<PathBuf>,
     /// What runs the machines: auto, qemu or firecracker. `auto` is Firecracker where KVM executes and there is one, else QEMU (with KVM if that executes, else emulating).
-    /// One that is named and can't be used is an error.
+    /// With `qemu` or `firecracker` it is that one or none.
     #[arg(long, env = "VOLLEY_VMM", value_name = "VMM", value_parser = VMMS, hide_possible_values = true, default_value = "auto", help_heading = "microVMs")]
     pub vmm: String,
     /// Firecracker, 1.12 or later. Default: the first in PATH, /usr/local/bin and /usr/bin.

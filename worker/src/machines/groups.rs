@@ -6,7 +6,7 @@
 //! are the guest's.
 //!
 //! These limits hold whatever becomes of the guest and of its VMM. The guest's memory can't outgrow them by itself: they have room for all
-//! of it and for what the VMM needs.
+//! of it, for what the VMM needs, and some more ([`BESIDE_BYTES`]).
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -20,6 +20,10 @@ use crate::vmm::Capabilities;
 const PIDS_MAX: u32 = 256;
 /// CPU beside a machine's processors where its task names none, in thousandths of a core: disks and channels are served beside them.
 const BESIDE_MILLI: u32 = 1_000;
+/// Memory beside what is set aside for a machine: pages of its disk that are being written and can't be given back at once, page tables, and
+/// what an emulating VMM keeps beside its translations. It is a limit and not set aside: without it a guest that used all of its own memory
+/// and much of its disk was ended now and then.
+const BESIDE_BYTES: u64 = 96 << 20;
 /// Empty cgroups that are kept for machines to come: making and removing one takes a tenth of a millisecond and is never waited for, so
 /// this is for their number's sake only.
 const FREE_MAX: usize = 64;
@@ -144,7 +148,7 @@ fn remove(cgroup: SlotCgroup) {
 pub fn limits(resources: &Resources, capabilities: &Capabilities) -> Limits {
     let processors = u32::from(machine::vcpus(resources)).saturating_mul(1_000);
     Limits {
-        memory_bytes: Some(machine::host_memory_bytes(resources).saturating_add(capabilities.beside_bytes)),
+        memory_bytes: Some(machine::host_memory_bytes(resources).saturating_add(capabilities.beside_bytes).saturating_add(BESIDE_BYTES)),
         cpu_milli: Some(resources.cpus.map_or(processors.saturating_add(BESIDE_MILLI), |cpus| cpus.0)),
         pids: Some(PIDS_MAX),
     }

@@ -143,12 +143,18 @@ fn remove(cgroup: SlotCgroup) {
     }
 }
 
+/// The memory that a machine takes of its host when its guest has used all of its own, in bytes.
+#[must_use]
+pub fn memory_bytes(resources: &Resources, capabilities: &Capabilities) -> u64 {
+    machine::host_memory_bytes(resources).saturating_add(capabilities.beside_bytes)
+}
+
 /// What a machine may use of its host.
 #[must_use]
 pub fn limits(resources: &Resources, capabilities: &Capabilities) -> Limits {
     let processors = u32::from(machine::vcpus(resources)).saturating_mul(1_000);
     Limits {
-        memory_bytes: Some(machine::host_memory_bytes(resources).saturating_add(capabilities.beside_bytes).saturating_add(BESIDE_BYTES)),
+        memory_bytes: Some(memory_bytes(resources, capabilities).saturating_add(BESIDE_BYTES)),
         cpu_milli: Some(resources.cpus.map_or(processors.saturating_add(BESIDE_MILLI), |cpus| cpus.0)),
         pids: Some(PIDS_MAX),
     }

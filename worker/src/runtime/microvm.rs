@@ -18,7 +18,6 @@ use tokio::sync::watch;
 use tokio::task::JoinHandle;
 use volley_guest::files::{Unpack, UnpackError};
 use volley_jobspecs::failure::FailureClass;
-use volley_jobspecs::machine;
 use volley_jobspecs::spec::Resources;
 use volley_jobspecs::wire::guest::{FileLimits, Files, Get, GetNamed, Put, RefusalKind};
 use volley_jobspecs::wire::work::TemplateStage;
@@ -114,8 +113,7 @@ impl MicrovmMachine {
     /// # Errors
     /// [`KeepError`]: it is still the slot's, or gone.
     pub async fn keep(&mut self, resources: &Resources, time: Duration) -> Result<(), KeepError> {
-        let limits = groups::limits(resources, self.machines.vmm.capabilities());
-        let bytes = limits.memory_bytes.unwrap_or_else(|| machine::host_memory_bytes(resources));
+        let bytes = groups::memory_bytes(resources, self.machines.vmm.capabilities());
         let room = self.machines.kept.room(bytes).await?;
         self.running = None;
         let (Some(Ready { guest, vm, group, .. }), Some(entered)) = (self.ready.take(), self.entered.take()) else {

@@ -246,7 +246,11 @@ impl Relay {
             let mut frames = frames;
             let why = loop {
                 let message = tokio::select! {
-                    message = frames.next() => message,
+                    message = tokio::time::timeout(SEND_WAIT, frames.next()) => match message {
+                        Ok(message) => message,
+                        // It says every few seconds that it lives, as long as the session does.
+                        Err(_) => break Some("its worker says nothing any more"),
+                    },
                     () = &mut revoked => break Some("the token was revoked"),
                     () = app.stop.cancelled() => break Some("the coordinator is stopping; run the command again"),
                 };

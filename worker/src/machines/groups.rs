@@ -1,14 +1,15 @@
 //! The cgroups of machines on the host, one each.
 //!
-//! Owns when one is made, its limits, and that nothing is left in it between two machines. A machine's VMM begins in its own and stays there,
+//! Owns when one is made, its limits, and that nothing is left in it behind its machine. A machine's VMM begins in its own and stays there,
 //! whether it waits, serves or is kept: to move it from one to another holds up everything of the worker for some 10 ms. Only its limits
 //! change: while it waits it has none. Does not own how cgroups are written (`cgroup`), nor the limits of commands inside a machine, which
 //! are the guest's.
 //!
 //! These limits hold whatever becomes of the guest and of its VMM. The guest's memory can't outgrow them by itself: they have room for all
-//! of it, for what the VMM needs, and some more ([`BESIDE_BYTES`]).
+//! of it, for the pages of its template that it is the first to touch, for what the VMM needs, and some more ([`BESIDE_BYTES`]).
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use volley_jobspecs::machine;
 use volley_jobspecs::spec::Resources;
@@ -24,21 +25,11 @@ const BESIDE_MILLI: u32 = 1_000;
 /// what an emulating VMM keeps beside its translations. It is a limit and not set aside: without it a guest that used all of its own memory
 /// and much of its disk was ended now and then.
 const BESIDE_BYTES: u64 = 96 << 20;
-/// Empty cgroups that are kept for machines to come: making and removing one takes a tenth of a millisecond and is never waited for, so
-/// this is for their number's sake only.
-const FREE_MAX: usize = 64;
-
-#[derive(Debug, Default)]
-struct State {
-    free: Vec<SlotCgroup>,
-    /// Counts those that were made.
-    made: u64,
-}
-
 #[derive(Debug)]
 struct Inner {
     cgroups: Arc<Cgroups>,
-    state: Mutex<State>,
+    /// Counts those that were made.
+    made: AtomicU64,
 }
 
 /// Where machines get their cgroups, if this worker has any. Cheap to clone.
@@ -48,44 +39,26 @@ pub struct Groups(Option<Arc<Inner>>);
 /// A machine's cgroup. Dropped, whatever is in it is killed.
 #[derive(Debug)]
 pub struct Group {
-    inner: Option<Arc<Inner>>,
     cgroup: Option<SlotCgroup>,
-    kills_before: u64,
     memory_bytes: u64,
-}
-
-impl Inner {
-    /// Each change is one call, so a panic elsewhere leaves nothing half done.
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
 }
 
 impl Groups {
     /// None were made yet. `cgroups`: the worker's.
     #[must_use]
     pub fn new(cgroups: Option<Arc<Cgroups>>) -> Self {
-        Self(cgroups.map(|cgroups| Arc::new(Inner { cgroups, state: Mutex::default() })))
+        Self(cgroups.map(|cgroups| Arc::new(Inner { cgroups, made: AtomicU64::new(0) })))
     }
 
-    /// One for a machine that is about to begin, without limits. It may be one that an earlier machine had.
+    /// One for a machine that is about to begin, without limits. Each is fresh: pages of a template that a machine was the first to touch are
+    /// charged to its cgroup for as long as the template lives, and would be taken from what the next one may use.
     ///
     /// # Errors
     /// [`CgroupError`].
     pub fn take(&self) -> Result<Group, CgroupError> {
-        let Some(inner) = &self.0 else { return Ok(Group { inner: None, cgroup: None, kills_before: 0, memory_bytes: 0 }) };
-        let (free, number) = {
-            let mut state = inner.lock();
-            let free = state.free.pop();
-            state.made += u64::from(free.is_none());
-            (free, state.made)
-        };
-        let cgroup = match free {
-            Some(cgroup) => cgroup,
-            None => inner.cgroups.slot(&format!("machine-{number}"))?,
-        };
-        let kills_before = cgroup.oom_kills();
-        Ok(Group { inner: Some(inner.clone()), cgroup: Some(cgroup), kills_before, memory_bytes: 0 })
+        let Some(inner) = &self.0 else { return Ok(Group { cgroup: None, memory_bytes: 0 }) };
+        let number = inner.made.fetch_add(1, Ordering::Relaxed);
+        Ok(Group { cgroup: Some(inner.cgroups.slot(&format!("machine-{number}"))?), memory_bytes: 0 })
     }
 }
 
@@ -109,22 +82,15 @@ impl Group {
     #[must_use]
     pub fn killed_at(&self) -> Option<u64> {
         let kills = self.cgroup.as_ref().map_or(0, SlotCgroup::oom_kills);
-        (kills > self.kills_before).then_some(self.memory_bytes)
+        (kills > 0).then_some(self.memory_bytes)
     }
 
-    /// Once its machine is gone: kills what that left, if it left anything, else has another machine use it.
-    pub fn clear(mut self) {
-        let (Some(inner), Some(mut cgroup)) = (self.inner.take(), self.cgroup.take()) else { return };
-        let left = cgroup.kill();
+    /// Once its machine is gone: kills what that left, if it left anything, and removes it.
+    pub fn clear(self) {
+        let left = self.cgroup.as_ref().map_or(0, SlotCgroup::kill);
         if left > 0 {
             tracing::error!(left, "processes were left of a machine and were killed");
-        } else if cgroup.set_limits(Limits::default()).is_ok() {
-            let mut state = inner.lock();
-            if state.free.len() < FREE_MAX {
-                return state.free.push(cgroup);
-            }
         }
-        remove(cgroup);
     }
 }
 
@@ -154,7 +120,10 @@ pub fn memory_bytes(resources: &Resources, capabilities: &Capabilities) -> u64 {
 pub fn limits(resources: &Resources, capabilities: &Capabilities) -> Limits {
     let processors = u32::from(machine::vcpus(resources)).saturating_mul(1_000);
     Limits {
-        memory_bytes: Some(memory_bytes(resources, capabilities).saturating_add(BESIDE_BYTES)),
+        // A page of the guest that its template has no content for costs two when it is first written: one of the template's, one of its own.
+        memory_bytes: Some(
+            memory_bytes(resources, capabilities).saturating_add(machine::memory_bytes(resources)).saturating_add(BESIDE_BYTES),
+        ),
         cpu_milli: Some(resources.cpus.map_or(processors.saturating_add(BESIDE_MILLI), |cpus| cpus.0)),
         pids: Some(PIDS_MAX),
     }

@@ -20,7 +20,7 @@ use volley_worker::vmm::kvm::{self, Kvm};
 use volley_worker::vmm::spawner::MachineSpawner;
 use volley_worker::{Config, MachineConfig};
 
-use crate::groups::{groups_of, limit, name_of};
+use crate::groups::{groups_of, limit, name_of, names};
 use crate::support::{World, text};
 use crate::tiny_guest::{binary, built};
 use crate::{begin, children, failed, message, spawner};
@@ -183,10 +183,15 @@ async fn machines_prove_that_they_are_unlike_and_twenty_leave_nothing() {
             assert_eq!(text(&end.stdout), "0001\n", "{end:?}");
         }
         tiny.waiting(&mut w).await;
-        // One directory is that of the machine that waits, whose name is another one each time.
-        let held: BTreeSet<_> = tiny.held().into_iter().filter(|path| !path.to_string_lossy().contains("/root/m/")).collect();
-        let machines = tiny.held().len() - held.len();
-        let now = (held, machines);
+        // One directory and one cgroup are those of the machine that waits, whose names are others each time.
+        let of_one = |path: &PathBuf| ["/root/m/", "/machine-"].iter().any(|part| path.to_string_lossy().contains(part));
+        let begun = Instant::now();
+        while names(&groups_of(&tiny.dir)).len() > 1 {
+            assert!(begun.elapsed() < SOON, "{:?}", names(&groups_of(&tiny.dir)));
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+        let (machines, held): (BTreeSet<_>, BTreeSet<_>) = tiny.held().into_iter().partition(of_one);
+        let now = (held, machines.len());
         let first = before.get_or_insert_with(|| now.clone());
         assert!(first.0 == now.0, "after {round}: {:?}", first.0.symmetric_difference(&now.0).collect::<Vec<_>>());
         assert_eq!(first.1, now.1, "after {round}");

@@ -29,7 +29,7 @@ pub fn groups_of(dir: &Path) -> Vec<PathBuf> {
 }
 
 /// The names of the cgroups for machines that there are.
-fn names(groups: &[PathBuf]) -> BTreeSet<String> {
+pub fn names(groups: &[PathBuf]) -> BTreeSet<String> {
     let entries = groups.iter().flat_map(|group| std::fs::read_dir(group).into_iter().flatten().flatten());
     entries.filter_map(|entry| entry.file_name().into_string().ok()).filter(|name| name.starts_with("machine-")).collect()
 }

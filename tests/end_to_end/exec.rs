@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::json;
 
-use crate::microvm::busybox;
+use crate::microvm::with_image;
 use crate::support::Cluster;
 
 /// Runs a command with this on its input; its exit code, output and errors.
@@ -34,14 +34,7 @@ fn with_input(mut command: Command, input: &[u8]) -> (i32, Vec<u8>, String) {
 
 #[test]
 fn shells_are_opened_in_machines_that_run_and_in_those_that_were_kept() {
-    let files = tempfile::tempdir().unwrap();
-    if let Err(why) = busybox(files.path()) {
-        eprintln!("skipped: {why}");
-        return;
-    }
-    let Some(cluster) = Cluster::up_with(&["--isolation", "process,microvm", "--slots", "1"]) else { return };
-    let (images, from) = (cluster.path("cluster").join("worker/images"), format!("dir:{}", files.path().display()));
-    let imported = cluster.ask(&["image", "--images", images.to_str().unwrap(), "import", &from]);
+    let Some((cluster, imported)) = with_image() else { return };
     let digest = imported[0]["digest"].as_str().unwrap();
     let command = "echo hello > file; echo ready; while [ ! -e stop ]; do /bin/busybox usleep 100000; done; exit 3";
     let task = json!({

@@ -5,12 +5,12 @@
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use serde_json::json;
+use serde_json::{Value, json};
 
 use crate::support::Cluster;
 
 /// The files of an image with busybox; or what is missing here.
-pub fn busybox(files: &Path) -> Result<(), String> {
+fn busybox(files: &Path) -> Result<(), String> {
     let program = |name: &str| {
         let path = std::env::var_os("PATH").unwrap_or_default();
         let found = std::env::split_paths(&path).map(|dir| dir.join(name)).find(|file| file.is_file());
@@ -41,18 +41,24 @@ pub fn busybox(files: &Path) -> Result<(), String> {
     Ok(())
 }
 
-#[test]
-fn a_job_runs_in_machines_made_from_an_imported_image() {
+/// A cluster with one slot for machines, and what was said of the image that was imported for them.
+pub fn with_image() -> Option<(Cluster, Value)> {
     let files = tempfile::tempdir().unwrap();
     if let Err(why) = busybox(files.path()) {
         eprintln!("skipped: {why}");
-        return;
+        return None;
     }
-    let Some(cluster) = Cluster::up_with(&["--isolation", "process,microvm", "--slots", "1"]) else { return };
+    let cluster = Cluster::up_with(&["--isolation", "process,microvm", "--slots", "1"])?;
     let (images, from) = (cluster.path("cluster").join("worker/images"), format!("dir:{}", files.path().display()));
-    let images = images.to_str().unwrap();
-    let imported = cluster.ask(&["image", "--images", images, "import", &from]);
-    let digest = imported[0]["digest"].as_str().unwrap().to_owned();
+    let imported = cluster.ask(&["image", "--images", images.to_str().unwrap(), "import", &from]);
+    Some((cluster, imported))
+}
+
+#[test]
+fn a_job_runs_in_machines_made_from_an_imported_image() {
+    let Some((cluster, imported)) = with_image() else { return };
+    let images = cluster.path("cluster").join("worker/images");
+    let (images, digest) = (images.to_str().unwrap(), imported[0]["digest"].as_str().unwrap().to_owned());
     assert_eq!(cluster.ask(&["image", "--images", images, "ls"]), imported);
     cluster.volley(&["image", "--images", images, "import", "dir:/no/such/place"]).exits(74);
     cluster.volley(&["image", "--images", images, "rm", "sha256:x"]).exits(66);

@@ -198,7 +198,7 @@ pub async fn import(store: &Store, source: Source, name: Option<String>, limits:
 
 /// What an image that is here already is called, besides `name`.
 fn other_names(store: &Store, digest: &Digest, name: &str) -> io::Result<Vec<String>> {
-    let Some(before) = store.images()?.into_iter().find(|image| image.digest == *digest) else { return Ok(Vec::new()) };
+    let Some(before) = store.image(digest)? else { return Ok(Vec::new()) };
     let nameless = digest.to_string();
     Ok(before.names().filter(|other| *other != name && *other != nameless).map(str::to_owned).collect())
 }

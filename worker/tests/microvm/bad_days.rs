@@ -20,7 +20,7 @@ use crate::{children, failed, image, is_running, message, spawner, task, world};
 const MACHINES: u32 = 20;
 
 /// Everything of a directory.
-fn files(dir: &Path) -> BTreeSet<PathBuf> {
+pub fn files(dir: &Path) -> BTreeSet<PathBuf> {
     let (mut all, mut stack) = (BTreeSet::new(), vec![dir.to_owned()]);
     while let Some(dir) = stack.pop() {
         for entry in std::fs::read_dir(dir).into_iter().flatten().flatten() {

@@ -20,9 +20,11 @@ use volley_worker::vmm::kvm::{self, Kvm};
 use volley_worker::vmm::spawner::MachineSpawner;
 use volley_worker::{Config, MachineConfig};
 
+use crate::bad_days::files;
 use crate::groups::{groups_of, limit, name_of, names};
 use crate::support::{World, text};
 use crate::tiny_guest::{binary, built};
+use crate::unconfined::NOBODY;
 use crate::{begin, children, failed, message, spawner};
 
 /// For what must not hang.
@@ -115,17 +117,8 @@ impl Tiny {
 
     /// Everything in the worker's directory and in its cgroups, and the directories of machines.
     fn held(&self) -> BTreeSet<PathBuf> {
-        let (mut all, mut stack) = (BTreeSet::new(), groups_of(&self.dir));
-        stack.extend([self.dir.clone(), PathBuf::from(format!("/proc/{}/root/m", self.spawner.pid()))]);
-        while let Some(dir) = stack.pop() {
-            for entry in std::fs::read_dir(dir).into_iter().flatten().flatten() {
-                if entry.file_type().is_ok_and(|kind| kind.is_dir()) {
-                    stack.push(entry.path());
-                }
-                all.insert(entry.path());
-            }
-        }
-        all
+        let machines = PathBuf::from(format!("/proc/{}/root/m", self.spawner.pid()));
+        groups_of(&self.dir).iter().chain([&self.dir, &machines]).flat_map(|dir| files(dir)).collect()
     }
 }
 
@@ -304,7 +297,6 @@ async fn a_firecracker_that_can_not_be_used_is_told_in_a_line() {
 
 /// Where the test that runs as nobody finds what it can't read elsewhere.
 const PLACE: &str = "VOLLEY_TEST_FIRECRACKER";
-const NOBODY: u32 = 65_534;
 
 #[tokio::test(flavor = "multi_thread")]
 #[ignore = "started by the test below"]

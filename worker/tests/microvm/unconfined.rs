@@ -11,7 +11,8 @@ use volley_worker::vmm::spawner::MachineSpawner;
 
 use crate::image;
 
-const NOBODY: u32 = 65_534;
+/// Debian's user without any rights.
+pub const NOBODY: u32 = 65_534;
 /// Where the test that runs as nobody finds what it can't read elsewhere.
 const PLACE: &str = "VOLLEY_TEST_PLACE";
 

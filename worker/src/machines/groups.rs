@@ -25,6 +25,7 @@ const BESIDE_MILLI: u32 = 1_000;
 /// what an emulating VMM keeps beside its translations. It is a limit and not set aside: without it a guest that used all of its own memory
 /// and much of its disk was ended now and then.
 const BESIDE_BYTES: u64 = 96 << 20;
+
 #[derive(Debug)]
 struct Inner {
     cgroups: Arc<Cgroups>,

@@ -1,7 +1,7 @@
 //! The agent: takes the host's calls and carries them out.
 //!
-//! Owns which thread does what. One thread moves bytes (`channel`); each call has a thread of its own that may block (`verbs`), and a
-//! command has one more for each of its streams (`exec`); one thread reaps (`children`). They meet in `session`. There is no async
+//! Owns which thread does what. One thread moves bytes (`channel`); each call has a thread to itself that may block (`verbs`), and a
+//! command has one more for each of its streams (`exec`), all of which come from `threads`; one thread reaps (`children`). They meet in `session`. There is no async
 //! runtime and no hash map, so the agent draws no randomness of its own. Does not own how the machine came up (`boot`).
 
 pub mod boot;
@@ -13,6 +13,7 @@ mod exec;
 mod identity;
 mod session;
 mod stats;
+mod threads;
 mod tty;
 pub mod users;
 mod verbs;
@@ -25,6 +26,7 @@ pub use channel::Transport;
 use cgroup::Cgroups;
 use children::Children;
 use session::Session;
+use threads::Threads;
 
 /// Stack of a thread. The deepest call is into the tar reader, which holds its blocks elsewhere.
 const STACK_BYTES: usize = 256 * 1024;
@@ -57,7 +59,10 @@ struct Agent {
     session: Arc<Session>,
     children: Arc<Children>,
     cgroups: Option<Cgroups>,
+    threads: Threads,
     machine: bool,
+    /// The kernel's release.
+    kernel: String,
 }
 
 /// Serves the host, for ever.
@@ -78,8 +83,12 @@ pub fn run(options: Options) -> Result<Infallible, AgentError> {
     } else {
         None
     };
-    let children = Children::start(session.clone()).map_err(|source| AgentError::Start { what: "starting a thread", source })?;
-    let agent = Arc::new(Agent { session: session.clone(), children, cgroups, machine: options.machine });
+    let no_thread = |source| AgentError::Start { what: "starting a thread", source };
+    let children = Children::start(session.clone()).map_err(no_thread)?;
+    let threads = Threads::start().map_err(no_thread)?;
+    // It stays the same, and is asked for at the beginning of every session.
+    let kernel = std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default().trim().to_owned();
+    let agent = Arc::new(Agent { session: session.clone(), children, cgroups, threads, machine: options.machine, kernel });
     let served = channel::serve(options.transport, &session, || verbs::start(&agent));
     served.map_err(|source| AgentError::Start { what: "serving the channel", source })
 }

@@ -26,8 +26,8 @@ use super::kvm::Kvm;
 use super::spawner::proto::{Exited, Step};
 use super::spawner::{Launch, MachineSpawner, Process, Program, SpawnError};
 use super::{
-    Accelerator, Boot, Capabilities, Disk, FORMAT, Identity, Kind, PORT_NUMBER, Size, Slot, Snapshot, Source, Version, Vm, Vmm, VmmError,
-    io_error,
+    Accelerator, Boot, Capabilities, Disk, FORMAT, Identity, Kind, PORT_NUMBER, SETTLES, Size, Slot, Snapshot, Source, Version, Vm, Vmm,
+    VmmError, io_error,
 };
 use crate::guest::Stream;
 use api::Api;
@@ -263,6 +263,7 @@ impl FirecrackerVm {
             self.end().await?;
             return Err(VmmError::Slot("a machine that was restored is not saved again".to_owned()));
         };
+        tokio::time::sleep(SETTLES).await;
         self.call(bodies::state(false), CALL_WAIT).await?;
         self.call(bodies::save(), SAVE_WAIT).await?;
         self.end().await?;

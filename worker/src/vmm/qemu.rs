@@ -25,8 +25,8 @@ use super::kvm::Kvm;
 use super::spawner::proto::{Exited, Step};
 use super::spawner::{Launch, MachineSpawner, Process, Program, SpawnError};
 use super::{
-    Accelerator, Boot, Capabilities, Disk, FORMAT, Identity, Kind, PORT_NAME, SLOTS, Size, Slot, Snapshot, Source, Version, Vm, Vmm,
-    VmmError, io_error,
+    Accelerator, Boot, Capabilities, Disk, FORMAT, Identity, Kind, PORT_NAME, SETTLES, SLOTS, Size, Slot, Snapshot, Source, Version, Vm,
+    Vmm, VmmError, io_error,
 };
 use crate::guest::Stream;
 use arguments::{Arguments, Begin, Memory};
@@ -299,6 +299,7 @@ impl QemuVm {
             self.end.kill().await?;
             return Err(VmmError::Slot("a machine that was restored can't be saved: its memory is private".to_owned()));
         };
+        tokio::time::sleep(SETTLES).await;
         self.command("stop", json!({})).await?;
         let state = files::in_memory("volley-state")?;
         let saved = async {

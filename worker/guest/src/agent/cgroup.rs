@@ -6,6 +6,7 @@ use std::fs::{self, File, OpenOptions};
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use volley_jobspecs::wire::guest::Limits;
@@ -34,6 +35,8 @@ const KILL_LOOK: Duration = Duration::from_millis(5);
 #[derive(Debug)]
 pub struct Cgroups {
     next: AtomicU32,
+    /// One that was made before it is wanted: making it is a good part of starting a command in a machine that was just restored.
+    spare: Mutex<Option<Group>>,
 }
 
 /// One command's.
@@ -61,7 +64,27 @@ impl Cgroups {
         if let Some(pids) = pids {
             commands.set("pids.max", pids.saturating_sub(RESERVED_PIDS).max(pids / 2))?;
         }
-        Ok(Self { next: AtomicU32::new(1) })
+        let cgroups = Self { next: AtomicU32::new(1), spare: Mutex::default() };
+        cgroups.make_spare();
+        Ok(cgroups)
+    }
+
+    fn spare(&self) -> MutexGuard<'_, Option<Group>> {
+        self.spare.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn make(&self) -> io::Result<Group> {
+        let dir = Path::new(TOP).join(COMMANDS).join(format!("{PREFIX}{}", self.next.fetch_add(1, Ordering::Relaxed)));
+        fs::create_dir(&dir)?;
+        Ok(Group { dir })
+    }
+
+    /// Makes one that will be wanted, if there is none. Without it a command makes its own.
+    pub fn make_spare(&self) {
+        let mut spare = self.spare();
+        if spare.is_none() {
+            *spare = self.make().ok();
+        }
     }
 
     /// A group for a command.
@@ -69,9 +92,11 @@ impl Cgroups {
     /// # Errors
     /// What the system says.
     pub fn group(&self, limits: &Limits) -> io::Result<Group> {
-        let dir = Path::new(TOP).join(COMMANDS).join(format!("{PREFIX}{}", self.next.fetch_add(1, Ordering::Relaxed)));
-        fs::create_dir(&dir)?;
-        let group = Group { dir };
+        let spare = self.spare().take();
+        let group = match spare {
+            Some(group) => group,
+            None => self.make()?,
+        };
         let set = group.limit(limits);
         if set.is_err() {
             group.remove();
@@ -97,12 +122,14 @@ impl Cgroups {
         Ok(())
     }
 
-    /// All groups there are, also those of commands that ended and left processes.
+    /// All groups there are but for the spare one, also those of commands that ended and left processes.
     pub fn all(&self) -> Vec<Group> {
+        let spare = self.spare().as_ref().map(|group| group.dir.clone());
         let entries = fs::read_dir(Path::new(TOP).join(COMMANDS)).into_iter().flatten().flatten();
         entries
             .filter(|entry| entry.file_name().as_encoded_bytes().starts_with(PREFIX.as_bytes()))
             .map(|entry| Group { dir: entry.path() })
+            .filter(|group| Some(&group.dir) != spare.as_ref())
             .collect()
     }
 }

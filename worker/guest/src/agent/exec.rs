@@ -98,7 +98,12 @@ pub fn run(agent: &Agent, call: &Call, exec: &Exec) {
         Stop::Ended(status) => (Some(status), exec.leave),
         Stop::Kill => (None, false),
     };
-    let survivors = if leave { running.group.as_ref().map_or(0, Group::members) } else { kill_tree(&running) };
+    let survivors = match &running.group {
+        Some(group) if leave => group.members(),
+        // Nothing is left of it, so there is nobody to kill.
+        Some(_) if status.is_some() && strays == 0 => 0,
+        _ => kill_tree(&running),
+    };
     // What was killed ends at once.
     let deadline = Some(Instant::now() + DRAIN_WAIT);
     let status = status.or_else(|| agent.session.wait(deadline, |_| agent.children.status(running.pid)));
@@ -115,10 +120,11 @@ pub fn run(agent: &Agent, call: &Call, exec: &Exec) {
         None => Answer::Refused(Refusal::new(RefusalKind::System, format!("process {} can't be killed", running.pid))),
     };
     agent.children.forget(running.pid);
+    call.finish(&answer);
+    // Behind the answer: nobody waits for it.
     if let Some(group) = &running.group {
         group.remove();
     }
-    call.finish(&answer);
 }
 
 fn start(agent: &Agent, call: &Call, exec: &Exec) -> Result<Running, Answer> {
@@ -168,15 +174,15 @@ fn start(agent: &Agent, call: &Call, exec: &Exec) -> Result<Running, Answer> {
     };
     let pumps = Arc::new(AtomicU32::new(if errors.is_some() { 2 } else { 1 }));
     let running = Running { pid, group, started: Instant::now(), pumps, tty };
-    let moved = pump(call, output, Channel::Output, &running.pumps)
+    let moved = pump(agent, call, output, Channel::Output, &running.pumps)
         .and_then(|()| match errors {
-            Some(errors) => pump(call, errors, Channel::Errors, &running.pumps),
+            Some(errors) => pump(agent, call, errors, Channel::Errors, &running.pumps),
             None => {
                 call.end(Channel::Errors);
                 Ok(())
             }
         })
-        .and_then(|()| input.map_or(Ok(()), |end| feed(call, end, if exec.tty.is_some() { END_OF_FILE } else { &[] })));
+        .and_then(|()| input.map_or(Ok(()), |end| feed(agent, call, end, if exec.tty.is_some() { END_OF_FILE } else { &[] })));
     match moved {
         Ok(()) => Ok(running),
         Err(e) => {
@@ -269,9 +275,9 @@ fn prepare(command: &mut Command, setting: Setting<'_>, program: Program) -> io:
 }
 
 /// Moves what a process writes to the host. When nobody takes it any more it is dropped, so that what may live on is not held up.
-fn pump(call: &Call, from: OwnedFd, channel: Channel, open: &Arc<AtomicU32>) -> io::Result<()> {
+fn pump(agent: &Agent, call: &Call, from: OwnedFd, channel: Channel, open: &Arc<AtomicU32>) -> io::Result<()> {
     let (call, open) = (call.clone(), open.clone());
-    super::thread("output", move || {
+    agent.threads.run(move || {
         let mut from = File::from(from);
         let mut bytes = vec![0; CHUNK_BYTES];
         while let Ok(len) = from.read(&mut bytes) {
@@ -285,14 +291,13 @@ fn pump(call: &Call, from: OwnedFd, channel: Channel, open: &Arc<AtomicU32>) -> 
         // With the lock of those who wait, so that none misses it between its look and its wait.
         drop(call.session.lock());
         call.session.notify();
-    })?;
-    Ok(())
+    })
 }
 
 /// Moves what the host writes to a process, and at its end `last`. Its end is the command's: a command that reads nothing more ends it.
-fn feed(call: &Call, to: OwnedFd, last: &'static [u8]) -> io::Result<()> {
+fn feed(agent: &Agent, call: &Call, to: OwnedFd, last: &'static [u8]) -> io::Result<()> {
     let call = call.clone();
-    super::thread("input", move || {
+    agent.threads.run(move || {
         let mut to = File::from(to);
         let mut bytes = vec![0; CHUNK_BYTES];
         let mut open = true;
@@ -305,8 +310,7 @@ fn feed(call: &Call, to: OwnedFd, last: &'static [u8]) -> io::Result<()> {
             // What is not taken is dropped, so that the host can send all of it.
             open = open && to.write_all(bytes.get(..len).unwrap_or_default()).is_ok();
         }
-    })?;
-    Ok(())
+    })
 }
 
 /// Waits for the command, its time limit, the host's orders, and the session's end.

@@ -28,7 +28,7 @@ const MODE_MASK: u32 = 0o7777;
 pub fn start(agent: &Arc<Agent>) {
     while let Some((call, request)) = agent.session.accept() {
         let (own, its) = (agent.clone(), call.clone());
-        if let Err(e) = super::thread("call", move || carry_out(&own, &its, &request)) {
+        if let Err(e) = agent.threads.run(move || carry_out(&own, &its, &request)) {
             call.finish(&refused("starting a thread", &e));
         }
     }
@@ -139,7 +139,7 @@ fn hello(agent: &Agent, reseed_due: bool) -> Hello {
         protocol: PROTOCOL,
         build: env!("CARGO_PKG_VERSION").to_owned(),
         boot_id: if reseed_due { None } else { read(identity::BOOT_ID).ok() },
-        kernel: read("/proc/sys/kernel/osrelease").unwrap_or_default(),
+        kernel: agent.kernel.clone(),
         reseed_due,
         limits: agent.cgroups.is_some(),
     }
@@ -225,6 +225,9 @@ fn prepare_snapshot(agent: &Agent, call: &Call, keep_processes: bool) {
     if left > 0 {
         give_up_preparing(agent);
         return call.finish(&Answer::Refused(Refusal::new(RefusalKind::System, format!("{left} processes can't be killed"))));
+    }
+    if let Some(cgroups) = &agent.cgroups {
+        cgroups.make_spare();
     }
     rustix::fs::sync();
     call.finish_session(&Answer::Prepared { kept: exec::count_left(agent) });

@@ -6,9 +6,9 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use volley_jobspecs::ids::{JobId, Term, WorkerId};
-use volley_jobspecs::wire::LEVEL_BEGUN;
 use volley_jobspecs::wire::record::{Decided, Decision, Trailing};
 use volley_jobspecs::wire::work::{At, Beat, BeatAnswer, WorkAnswer, WorkMessage};
+use volley_jobspecs::wire::{LEVEL_BEGUN, LEVEL_OFFERS};
 
 use crate::place::{self, Scheduler};
 use crate::send::{self, Link};
@@ -294,7 +294,7 @@ impl Leader {
             }
             let answer = answer(false, false);
             if !beat.leaving && !beat.draining {
-                self.join(beat);
+                self.join(beat, state.head.level);
             }
             return answer;
         };
@@ -311,14 +311,19 @@ impl Leader {
         } else if beat.reported <= state.head.sequence {
             self.meet(state, &beat);
         }
+        let offers = beat.info.at_level(state.head.level);
+        if state.head.level >= LEVEL_OFFERS && worker.info != offers && !beat.leaving {
+            self.decide_once(Decision::WorkerJoined { worker: beat.worker, incarnation: beat.incarnation, info: offers });
+        }
         answer
     }
 
-    fn join(&mut self, beat: Beat) {
+    fn join(&mut self, beat: Beat, level: u32) {
         if self.joining.get(&beat.worker).is_some_and(|known| known.incarnation == beat.incarnation) {
             return;
         }
-        self.pending.push(Decision::WorkerJoined { worker: beat.worker.clone(), incarnation: beat.incarnation, info: beat.info.clone() });
+        let info = beat.info.at_level(level);
+        self.pending.push(Decision::WorkerJoined { worker: beat.worker.clone(), incarnation: beat.incarnation, info });
         self.joining.insert(beat.worker.clone(), beat);
     }
 
@@ -517,6 +522,9 @@ mod tests {
             limits: false,
             build: String::new(),
             host: String::new(),
+            lacks: Vec::new(),
+            template_bytes: None,
+            images: None,
         };
         let worker = Worker {
             incarnation: Incarnation(7),

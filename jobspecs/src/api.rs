@@ -342,6 +342,9 @@ api_type! {
         pub disk_bytes: u64,
         /// Isolation tiers it offers.
         pub isolation: Vec<String>,
+        /// Tiers that it was to offer and can't, each with what is missing and what to do.
+        #[serde(default)]
+        pub lacks: BTreeMap<String, String>,
         /// Its labels.
         pub labels: BTreeMap<String, String>,
         /// Milliseconds since the leader last heard of it; none on a follower.
@@ -570,6 +573,9 @@ api_type! {
         pub log_bytes_max: Option<u64>,
         /// What specs may use: `process`, `container`, `volumes`, …
         pub features: Vec<String>,
+        /// Tiers that workers were to offer and can't, a line each.
+        #[serde(default)]
+        pub lacks: Vec<String>,
         /// The bucket, as `s3://bucket/prefix`.
         pub bucket: String,
     }

@@ -188,6 +188,12 @@ impl Core {
                     }
                 }
             }
+            Input::Images(images) => {
+                if self.config.info.images != images {
+                    self.config.info.images = images;
+                    self.beat_at_ms = now_ms;
+                }
+            }
             Input::Drain => self.on_drain(now_ms),
             Input::Stop => self.on_stop(now_ms, out),
             Input::Born(incarnation) => {

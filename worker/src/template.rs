@@ -162,7 +162,7 @@ impl Templates {
                 Some(Place::Failed(..)) | None => {
                     // What is fetched takes less than what is built, and which of them it is turns out later.
                     if self.sharing.is_none() {
-                        make_room(state, &name, recipe.size.memory_bytes).map_err(|why| Arc::new(BuildError::NoRoom(why)))?;
+                        make_room(state, &name, recipe.size.memory_bytes).map_err(|why| Arc::new(why.into()))?;
                     }
                     let building = self.begin(name, recipe.clone(), build());
                     state.places.insert(name, Place::Building(building.clone()));
@@ -214,7 +214,7 @@ impl Templates {
                     state.shelf.remove(&name);
                     match *why {
                         // There is room again as soon as a machine ends.
-                        BuildError::NoRoom(_) => state.places.remove(&name),
+                        BuildError::NoRoom(_) | BuildError::TooLarge { .. } => state.places.remove(&name),
                         _ => state.places.insert(name, Place::Failed(why.clone(), Instant::now())),
                     };
                     Err(why)
@@ -362,7 +362,7 @@ mod tests {
         }
         // One larger than all the room there is.
         let all = ask_at_once(&Templates::new(1), &recipe, &broken(&recipe, false)).await;
-        assert!(matches!(*all[0], BuildError::NoRoom(_)), "{}", all[0]);
+        assert!(matches!(*all[0], BuildError::TooLarge { bytes_max: 1, .. }), "{}", all[0]);
     }
 
     #[tokio::test]

@@ -250,6 +250,7 @@ pub fn worker(name: &WorkerId, worker: &Worker, now_ms: u64, heard: Option<&Hear
         memory_bytes: info.memory_bytes,
         disk_bytes: info.disk_bytes,
         isolation: info.isolation.iter().map(|tier| tier.as_str().to_owned()).collect(),
+        lacks: info.lacks.iter().map(|lack| (lack.tier.as_str().to_owned(), lack.why.clone())).collect(),
         labels: info.labels.clone(),
         silent_ms: heard.map(|heard| heard.silent_ms),
         build: info.build.clone(),

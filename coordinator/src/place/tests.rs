@@ -176,6 +176,9 @@ fn info() -> WorkerInfo {
         limits: true,
         build: String::new(),
         host: String::new(),
+        lacks: Vec::new(),
+        template_bytes: None,
+        images: None,
     }
 }
 

@@ -71,6 +71,9 @@ impl World {
             limits: true,
             build: String::new(),
             host: String::new(),
+            lacks: Vec::new(),
+            template_bytes: None,
+            images: None,
         };
         self.decide(Decision::WorkerJoined { worker: self.worker.clone(), incarnation: Incarnation(life), info });
     }

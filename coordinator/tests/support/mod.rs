@@ -270,6 +270,9 @@ pub fn worker_info(slots: u32) -> WorkerInfo {
         limits: true,
         build: "test".into(),
         host: "test".into(),
+        lacks: Vec::new(),
+        template_bytes: None,
+        images: None,
     }
 }
 

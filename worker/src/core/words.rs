@@ -112,6 +112,8 @@ pub enum Input {
         /// The report's number.
         number: u64,
     },
+    /// It has these images now (`WorkerInfo::images`).
+    Images(Option<Vec<u64>>),
     /// Take nothing more, finish what runs, hand back the rest, leave.
     Drain,
     /// Stop now.

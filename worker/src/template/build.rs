@@ -36,6 +36,17 @@ pub enum BuildError {
     /// The budget is used up.
     #[error("{0}")]
     NoRoom(NoRoom),
+    /// It is larger than the whole budget.
+    #[error(
+        "its machine of {} MiB is larger than all the room that this worker has for templates, {} MiB (--template-memory: a machine's whole \
+         memory is set aside while its template is made); ask for less (task.resources.memory), or give the worker more", .wanted >> 20, .bytes_max >> 20
+    )]
+    TooLarge {
+        /// Bytes of the machine.
+        wanted: u64,
+        /// The budget.
+        bytes_max: u64,
+    },
     /// The VMM does not do it.
     #[error("building a template failed at {stage}: {source}{console}")]
     Vmm {
@@ -109,6 +120,15 @@ pub enum BuildError {
     },
 }
 
+impl From<NoRoom> for BuildError {
+    fn from(why: NoRoom) -> Self {
+        match why.wanted > why.bytes_max {
+            true => Self::TooLarge { wanted: why.wanted, bytes_max: why.bytes_max },
+            false => Self::NoRoom(why),
+        }
+    }
+}
+
 impl BuildError {
     /// Is it the job's own fault? Another try would meet the same warm-up.
     #[must_use]
@@ -126,7 +146,13 @@ impl BuildError {
                 VmmError::Unusable { .. } | VmmError::Spawn(_) | VmmError::Io { .. } | VmmError::Frozen(_) => false,
                 VmmError::Other { .. } | VmmError::Slot(_) => false,
             },
-            Self::NoRoom(_) | Self::File { .. } | Self::Random(_) | Self::Ended(_) | Self::Away(_) | Self::Elsewhere { .. } => false,
+            Self::NoRoom(_)
+            | Self::TooLarge { .. }
+            | Self::File { .. }
+            | Self::Random(_)
+            | Self::Ended(_)
+            | Self::Away(_)
+            | Self::Elsewhere { .. } => false,
         }
     }
 }

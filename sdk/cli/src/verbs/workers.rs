@@ -11,6 +11,9 @@ use crate::exit::Exit;
 use crate::table::table;
 use crate::units;
 
+/// Longest reason shown, in characters: all of it, but for a worker that says too much.
+const LACK_CHARS: usize = 1_000;
+
 /// Arguments.
 #[derive(Debug, clap::Args)]
 pub struct Args {
@@ -92,5 +95,28 @@ fn text(workers: &[WorkerView]) -> String {
         ]
     };
     let header = ["WORKER", "STATE", "SLOTS", "TASKS", "CPUS", "MEMORY", "DISK", "ISOLATION", "HEARD", "HOST", "BUILD", "LABELS"];
-    table(&header, workers.iter().map(row).collect())
+    let lacking = workers.iter().flat_map(|worker| {
+        let line = |(tier, why): (&String, &String)| format!("{} can't offer {tier}: {}\n", worker.worker, clean::cell(why, LACK_CHARS));
+        worker.lacks.iter().map(line).collect::<Vec<_>>()
+    });
+    let lacking: String = lacking.collect();
+    let table = table(&header, workers.iter().map(row).collect());
+    if lacking.is_empty() { table } else { format!("{table}\n{lacking}") }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_a_worker_lacks_stands_below_the_table() {
+        let mut worker: WorkerView = serde_json::from_value(json!({
+            "worker": "w", "state": "ready", "slots": 1, "bundles": 0, "tasks": 0, "cpuMilli": 1000, "memoryBytes": 0, "diskBytes": 0,
+            "isolation": ["process"], "labels": {}, "silentMs": null, "build": "b", "host": "h"
+        }))
+        .unwrap_or_else(|e| panic!("{e}"));
+        assert!(!text(&[worker.clone()]).contains("can't offer"));
+        worker.lacks.insert("microvm".to_owned(), "QEMU is not there".to_owned());
+        assert!(text(&[worker]).ends_with("\nw can't offer microvm: QEMU is not there\n"));
+    }
 }

@@ -458,6 +458,9 @@ mod tests {
         job.facts.plan.needs.isolation = Isolation::Container;
         job.pages.get_mut(&0).unwrap_or_else(|| panic!("no page")).update(2, |cell| cell.set_class(Some(FailureClass::RestoreFailed)));
         let next = explain(&s, JobId(1), 2, &heard).next;
+        assert!(next.len() == 1 && !next[0].contains("image"), "not known to be the image's fault: {next:?}");
+        let heard = Heard { cause: Some(Cause::NoImage(1)), ..heard };
+        let next = explain(&s, JobId(1), 2, &heard).next;
         assert!(next.len() == 1 && next[0].contains("volley image import"), "{next:?}");
     }
 
@@ -479,6 +482,18 @@ mod tests {
         assert_eq!(nowhere(&s, &needs), None, "one that drains may be resumed");
         s.workers.clear();
         assert!(nowhere(&s, &needs).is_some_and(|said| said.contains("no worker has joined")));
+    }
+
+    #[test]
+    fn a_tier_that_a_worker_cant_offer_is_named_with_the_reason() {
+        let mut s = state(2, Isolation::Null);
+        for worker in s.workers.values_mut() {
+            worker.info.lacks = vec![volley_jobspecs::wire::work::Lack::new(Isolation::Process, "no fork here; install one")];
+        }
+        let (_, reasons) = said(&s, &Heard::default());
+        assert_eq!(reasons, ["can't offer isolation \"process\": no fork here; install one"]);
+        let needs = s.jobs[&JobId(1)].facts.plan.needs.clone();
+        assert!(nowhere(&s, &needs).is_some_and(|said| said.ends_with("w can't offer isolation \"process\": no fork here; install one")));
     }
 
     #[test]

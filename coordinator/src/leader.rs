@@ -571,4 +571,38 @@ mod tests {
         state.head.now_ms = 9_000;
         assert!(leader.decide(&state, 8_001).is_none() && !leader.place_again);
     }
+
+    #[test]
+    fn what_a_worker_says_of_itself_is_recorded_as_the_level_allows() {
+        let name = WorkerId::new("w").unwrap_or_else(|e| panic!("{e}"));
+        let mut state = quarantined(&name);
+        let info = WorkerInfo { images: Some(vec![1]), ..state.workers[&name].info.clone() };
+        let beat = |info: &WorkerInfo, life| Beat {
+            worker: name.clone(),
+            incarnation: Incarnation(life),
+            info: info.clone(),
+            held: Vec::new(),
+            term: Term(0),
+            taken: 0,
+            reported: 0,
+            draining: false,
+            leaving: false,
+            at: Vec::new(),
+        };
+        let recorded = |state: &State, life| {
+            let mut leader = Leader::new(state, 1_000, 0, Tuning::default());
+            assert!(leader.beat(state, beat(&info, life), 1).is_some());
+            let said =
+                leader.pending.iter().filter_map(|d| if let Decision::WorkerJoined { info, .. } = d { Some(info.clone()) } else { None });
+            said.collect::<Vec<_>>()
+        };
+        assert_eq!(recorded(&state, 7), [], "an older level says nothing more of a life that it knows");
+        assert_eq!(recorded(&state, 8), [WorkerInfo { images: None, ..info.clone() }], "and of another one as much as it knows");
+        state.head.level = LEVEL_OFFERS;
+        assert_eq!(recorded(&state, 7), [info.clone()]);
+        if let Some(worker) = state.workers.get_mut(&name) {
+            worker.info = info.clone();
+        }
+        assert_eq!(recorded(&state, 7), []);
+    }
 }

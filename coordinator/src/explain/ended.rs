@@ -304,6 +304,29 @@ mod tests {
     }
 
     #[test]
+    fn what_can_be_done_depends_on_what_was_missing() {
+        let with = |cause, class, said_by| {
+            let (sequence, mut failed) = row(3, said_by, 0);
+            failed.end.cause = Some(cause);
+            said(
+                "{}",
+                Phase::Failed,
+                class,
+                &[(sequence, AttemptRow { end: AttemptEnd { code: None, ..failed.end }, ..failed })],
+                &Progress::default(),
+            )
+        };
+        let mut rows = with(Cause::NoImage(1), FailureClass::InputMissing, FailureClass::RestoreFailed);
+        assert!(rows.next[0].contains("volley image import"), "{rows:?}");
+        rows = with(Cause::WarmUp, FailureClass::InputMissing, FailureClass::InputMissing);
+        assert!(rows.next[0].contains("$.task.warmUp") && !rows.next.iter().any(|next| next.contains("volley logs")), "{rows:?}");
+        rows = with(Cause::Build, FailureClass::RestoreFailed, FailureClass::RestoreFailed);
+        assert!(rows.next[0].contains("console") && !rows.next[0].contains("image"), "{rows:?}");
+        rows = with(Cause::TooLarge, FailureClass::PolicyDenied, FailureClass::PolicyDenied);
+        assert!(rows.next[0].contains("--template-memory"), "{rows:?}");
+    }
+
+    #[test]
     fn what_ended_with_its_job_says_why() {
         let reason = "no worker took any of its tasks within 5000 ms ($.task.timeouts.queue): no worker had joined the cluster";
         let progress = Progress {

@@ -158,3 +158,45 @@ fn what_waited_when_its_job_was_cancelled_was_not_tried() {
         assert_eq!(world.rows.len(), usize::from(first));
     }
 }
+
+/// The end of a first task that met no image of this key.
+fn no_image(world: &World, bundle: BundleId, number: u32) -> Record {
+    let name = AttemptName { job: JOB, stage: 0, index: 0, number, sequence: bundle.sequence };
+    let bare = AttemptEnd::bare(name, Ending::Failed(FailureClass::RestoreFailed), Isolation::Null);
+    let ends = vec![AttemptEnd { cause: Some(Cause::NoImage(7)), ..bare }];
+    Record::Report(Report { worker: world.worker.clone(), incarnation: Incarnation(1), number: number.into(), ends })
+}
+
+#[test]
+fn an_image_that_no_worker_has_is_the_jobs_own_fault_after_some_tries() {
+    for (level, images, own) in [
+        (LEVEL_OFFERS, Some(vec![1, 2]), true),
+        (LEVEL_OFFERS, Some(vec![7]), false),
+        (LEVEL_OFFERS, None, false),
+        (LEVEL_BEGUN, Some(vec![1, 2]), false),
+    ] {
+        let mut world = World::new(level, 1);
+        world.state.workers.get_mut(&world.worker).unwrap().info.images = images.clone();
+        for number in 1..=3 {
+            assert_eq!(world.tries(), [(number as u16 - 1, 0, number as u16 - 1)], "{level} {images:?}");
+            let bundle = world.assign(1, 0, 1);
+            let end = no_image(&world, bundle, number);
+            world.apply(&end);
+            world.decide(Decision::Tick(u64::from(number) * 1_000_000));
+        }
+        assert_eq!((world.tries(), world.settled.is_some()), (vec![if own { (3, 1, 2) } else { (3, 0, 3) }], own), "{level} {images:?}");
+    }
+}
+
+#[test]
+fn what_a_worker_offers_is_recorded_anew_in_the_same_life() {
+    for level in [LEVEL_BEGUN, LEVEL_OFFERS] {
+        let mut world = World::new(level, 2);
+        world.assign(1, 0, 1);
+        let mut info = world.state.workers[&world.worker].info.clone();
+        info.images = Some(vec![9]);
+        world.decide(Decision::WorkerJoined { worker: world.worker.clone(), incarnation: Incarnation(1), info: info.clone() });
+        let now = &world.state.workers[&world.worker];
+        assert_eq!((now.info == info, now.bundles.len()), (level >= LEVEL_OFFERS, 1), "{level}");
+    }
+}

@@ -175,6 +175,18 @@ fn ends_are_gathered_while_every_slot_is_busy_and_reported_when_one_is_idle() {
 }
 
 #[test]
+fn images_that_came_or_went_are_said_at_once() {
+    let mut w = World::new(config(1));
+    w.answer(false);
+    assert_eq!((w.beats.len(), &w.beats[0].info.images), (1, &None));
+    w.now_ms = 10;
+    w.give(Input::Images(None));
+    assert_eq!(w.beats.len(), 1, "nothing changed");
+    w.give(Input::Images(Some(vec![7])));
+    assert_eq!((w.beats.len(), &w.beats[1].info.images), (2, &Some(vec![7])));
+}
+
+#[test]
 fn a_bundle_runs_one_after_another_and_is_held_until_acked() {
     let mut w = World::new(config(2));
     w.run(0, 0, 2);

@@ -15,7 +15,7 @@ use volley_jobspecs::wire::plan::Needs;
 use volley_jobspecs::wire::report::Cause;
 use volley_jobspecs::wire::work::{At, AtStage, TemplateStage};
 
-use crate::api::views::{SILENT_AFTER_MS, instant};
+use crate::api::views::{self, SILENT_AFTER_MS, instant};
 use crate::leader::HeardOf;
 use crate::split::Waiting;
 use crate::state::State;
@@ -48,7 +48,11 @@ pub fn explain(state: &State, id: JobId, index: u32, heard: &Heard) -> Explanati
     };
     let cell = job.cell(index);
     match settled(state, job, index, cell, heard) {
-        Some((summary, next)) => Explanation { next: next.map(str::to_owned).into_iter().collect(), ..only(summary) },
+        Some((summary, next)) => {
+            let backs_off = cell.is_some_and(|cell| cell.phase == Phase::Backoff && heard.cause.is_some());
+            let details = job.progress.trouble.iter().filter(|_| backs_off).map(views::trouble).collect();
+            Explanation { details, next: next.map(str::to_owned).into_iter().collect(), ..only(summary) }
+        }
         None => {
             let why = waiting(state, job, heard);
             Explanation { summary: format!("the task waits for a worker: {}", why.summary), ..why }
@@ -76,6 +80,10 @@ pub fn explain_job(state: &State, id: JobId, heard: &Heard) -> Explanation {
     let backing = job.pages.iter().find_map(|(number, page)| Some(number * PAGE_TASKS + u32::from(*page.due.keys().next()?)));
     let more = |index| format!("`volley explain {id} {index}` says why task {index} waits for its next try");
     explanation.next.extend(backing.map(more));
+    if let Some(trouble) = &job.progress.trouble {
+        explanation.details.push(views::trouble(trouble));
+        explanation.next.push(ended::missing(trouble.cause).to_owned());
+    }
     explanation
 }
 

@@ -4,6 +4,7 @@
 //! (`finish`). Whichever terminal record the log orders first stands: a success of a task that was cancelled meanwhile changes nothing.
 
 use std::collections::BTreeMap;
+use std::mem::discriminant;
 
 use volley_jobspecs::failure::FailureClass;
 use volley_jobspecs::ids::{AttemptName, BundleId, Incarnation, JobId, WorkerId};
@@ -14,6 +15,7 @@ use volley_jobspecs::wire::{LEVEL_BEGUN, LEVEL_OFFERS, LEVEL_UNCOUNTED};
 
 use crate::state::State;
 use crate::state::effects::{AttemptRow, Effects, ResultEntry};
+use crate::state::job::Trouble;
 use crate::state::task::{Cell, Phase};
 use crate::state::worker::{self, Promised, Worker};
 use crate::{assign, finish, retry, timers};
@@ -48,11 +50,30 @@ fn ended(state: &mut State, sequence: u64, worker: &WorkerId, end: &AttemptEnd, 
         let row = AttemptRow { worker: worker.clone(), end: end.clone(), assigned_ms, ended_ms: state.head.now_ms };
         fx.attempts.push((*name, row));
     }
+    note_trouble(state, worker, end);
     settle(state, sequence, end, charge, fx);
     let job = state.jobs.get_mut(&name.job)?;
     timers::watch_queue(job, &state.head, &mut state.timers);
     finish::check(state, name.job, fx);
     Some(())
+}
+
+/// Keeps with the job what kept an attempt from beginning, so that it is said once and not by each task alone.
+fn note_trouble(state: &mut State, worker: &WorkerId, end: &AttemptEnd) {
+    let now_ms = state.head.now_ms;
+    let Some(job) = state.jobs.get_mut(&end.name.job).filter(|_| state.head.level >= LEVEL_OFFERS) else { return };
+    let trouble = &mut job.progress.trouble;
+    match (end.ending, end.cause) {
+        (Ending::Succeeded, _) => *trouble = None,
+        (Ending::Failed(_), Some(cause)) => match trouble {
+            Some(known) if discriminant(&known.cause) == discriminant(&cause) => known.attempts = known.attempts.saturating_add(1),
+            other => {
+                let text = end.message.clone().unwrap_or_default();
+                *other = Some(Trouble { cause, text, worker: worker.clone(), since_ms: now_ms, attempts: 1 });
+            }
+        },
+        (Ending::Failed(_), None) | (Ending::Returned, _) => {}
+    }
 }
 
 /// What becomes of a task whose attempt ended.

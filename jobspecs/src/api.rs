@@ -132,6 +132,10 @@ api_type! {
         pub state: JobState,
         /// Why it ended or is ending, for people: a cancel's reason, the failure limit, a deadline.
         pub reason: Option<String>,
+        /// What keeps its tasks from beginning, or did last: an image that is not there, a template that can't be built. Said here once, however
+        /// many tasks met it; gone with the next task that succeeds.
+        #[serde(default)]
+        pub trouble: Option<String>,
         /// How many tasks stand where.
         pub tasks: TaskCounts,
         /// Ended tasks by failure class.

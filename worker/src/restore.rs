@@ -150,11 +150,14 @@ impl RestoreError {
     /// tasks are tried again all the same, elsewhere first.
     #[must_use]
     pub fn is_blameless(&self) -> bool {
-        matches!(
-            self,
-            Self::Root(RootError::Find(FindError::Missing { .. } | FindError::Several { .. }))
-                | Self::Template(TemplateError::Image(FindError::Missing { .. } | FindError::Several { .. }))
-        )
+        match self {
+            // Counted when it was built, where it was built.
+            Self::Template(TemplateError::Build(why)) => why.is_known(),
+            Self::Root(RootError::Find(why)) | Self::Template(TemplateError::Image(why)) => {
+                matches!(why, FindError::Missing { .. } | FindError::Several { .. })
+            }
+            _ => false,
+        }
     }
 }
 

@@ -11,7 +11,7 @@ use volley_jobspecs::wire::work::TemplateStage;
 
 use crate::leader::HeardOf;
 use crate::state::effects::{AttemptRow, ResultEntry};
-use crate::state::job::{Facts, Progress};
+use crate::state::job::{Facts, Progress, Trouble};
 use crate::state::task::{Cell, Phase};
 use crate::state::worker::Worker;
 use crate::trace;
@@ -42,6 +42,7 @@ pub fn job(id: JobId, facts: &Facts, progress: &Progress, url: &dyn Fn(&str) -> 
         tenant: facts.tenant.to_string(),
         state: progress.state(plan.tasks),
         reason: progress.reason.clone(),
+        trouble: progress.trouble.as_ref().map(trouble),
         tasks: progress.counts(plan.tasks),
         failures: counted,
         labels: plan.labels.clone(),
@@ -54,6 +55,17 @@ pub fn job(id: JobId, facts: &Facts, progress: &Progress, url: &dyn Fn(&str) -> 
         objects: url(&keys::job_prefix(id)),
         trace_id: trace::id_of(facts),
         templates: Vec::new(),
+    }
+}
+
+/// What kept tasks from beginning, in a line.
+#[must_use]
+pub fn trouble(trouble: &Trouble) -> String {
+    let Trouble { text, worker, since_ms, attempts, .. } = trouble;
+    let since = instant(*since_ms);
+    match attempts {
+        1 => format!("an attempt could not begin, on worker {worker} at {since}: {text}"),
+        more => format!("{more} attempts could not begin, the first on worker {worker} at {since}: {text}"),
     }
 }
 

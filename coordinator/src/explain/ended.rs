@@ -176,7 +176,7 @@ pub(super) fn change(class: FailureClass, isolation: Isolation, cause: Option<Ca
 }
 
 /// The same, of what kept the task from beginning.
-fn missing(cause: Cause) -> &'static str {
+pub(super) fn missing(cause: Cause) -> &'static str {
     match cause {
         Cause::NoImage(_) => {
             "put the image on the worker's host (`volley image import IMAGE` there, `volley image ls` lists those it has), or correct $.task.image"
@@ -226,6 +226,10 @@ pub fn job(id: JobId, facts: &Facts, progress: &Progress) -> Explanation {
     explanation.details.extend(
         progress.exit_code(facts.plan.tasks).map(|code| format!("`volley run` ends with exit code {code}; it is round {}", progress.round)),
     );
+    if let Some(trouble) = &progress.trouble {
+        explanation.details.push(views::trouble(trouble));
+        explanation.next.push(missing(trouble.cause).to_owned());
+    }
     if counts.succeeded == counts.total {
         explanation.next.push(format!("`volley results {id}` shows what came of it"));
     } else {

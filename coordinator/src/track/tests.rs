@@ -200,3 +200,32 @@ fn what_a_worker_offers_is_recorded_anew_in_the_same_life() {
         assert_eq!((now.info == info, now.bundles.len()), (level >= LEVEL_OFFERS, 1), "{level}");
     }
 }
+
+#[test]
+fn what_keeps_tasks_from_beginning_is_kept_once_with_their_job() {
+    for level in [LEVEL_BEGUN, LEVEL_OFFERS] {
+        let mut world = World::new(level, 3);
+        let end = |world: &World, bundle: BundleId, index, ending, text: &str| {
+            let name = AttemptName { job: JOB, stage: 0, index, number: 1, sequence: bundle.sequence };
+            let bare = AttemptEnd::bare(name, ending, Isolation::Null);
+            let cause = (ending != Ending::Succeeded).then_some(Cause::Build);
+            let ends = vec![AttemptEnd { cause, message: Some(text.to_owned()), ..bare }];
+            Record::Report(Report { worker: world.worker.clone(), incarnation: Incarnation(1), number: 1, ends })
+        };
+        let bundle = world.assign(1, 0, 3);
+        for (index, text) in [(0, "the console said: panic"), (1, "in short")] {
+            let report = end(&world, bundle, index, Ending::Failed(FailureClass::RestoreFailed), text);
+            world.apply(&report);
+        }
+        let trouble = world.state.jobs[&JOB].progress.trouble.clone();
+        let wanted = (level >= LEVEL_OFFERS).then_some(("the console said: panic", 2));
+        assert_eq!(trouble.as_ref().map(|trouble| (trouble.text.as_str(), trouble.attempts)), wanted);
+        if let Some(trouble) = trouble {
+            let said = crate::api::views::trouble(&trouble);
+            assert_eq!(said, "2 attempts could not begin, the first on worker w at 1970-01-01T00:00:01Z: the console said: panic");
+        }
+        let report = end(&world, bundle, 2, Ending::Succeeded, "");
+        world.apply(&report);
+        assert_eq!(world.state.jobs[&JOB].progress.trouble, None);
+    }
+}

@@ -451,7 +451,7 @@ mod tests {
         assert_eq!(unheard, "the task is with worker w since 1970-01-01T00:01:30Z, in try 1: it runs, or waits there for its turn");
         let name = AttemptName { job: JobId(1), stage: 0, index: 0, number: 1, sequence: 7 };
         let at = vec![At { name, stage: AtStage::Running, for_ms: 3_000, template: None }];
-        let of_worker = HeardOf { silent_ms: 2_000, draining: false, at };
+        let of_worker = HeardOf { silent_ms: 2_000, at, ..HeardOf::default() };
         let heard = Heard { workers: s.workers.keys().map(|w| (w.clone(), of_worker.clone())).collect(), failed_on: None, cause: None };
         assert_eq!(said(0, &heard), "the task runs, on worker w, since 1970-01-01T00:01:35Z, in try 1");
         assert!(said(1, &heard).starts_with("the task waits at worker w for its turn since 1970-01-01T00:01:30Z, in try 1"));

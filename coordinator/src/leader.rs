@@ -7,7 +7,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use volley_jobspecs::ids::{JobId, Term, WorkerId};
 use volley_jobspecs::wire::record::{Decided, Decision, Trailing};
-use volley_jobspecs::wire::work::{At, Beat, BeatAnswer, WorkAnswer, WorkMessage};
+use volley_jobspecs::wire::work::{At, Beat, BeatAnswer, KeptMachine, WorkAnswer, WorkMessage};
 use volley_jobspecs::wire::{LEVEL_BEGUN, LEVEL_OFFERS};
 
 use crate::place::{self, Scheduler};
@@ -42,6 +42,8 @@ pub struct HeardOf {
     pub draining: bool,
     /// What its slots were at.
     pub at: Vec<At>,
+    /// Machines of failed attempts that it kept.
+    pub kept: Vec<KeptMachine>,
 }
 
 /// What the driver is to do.
@@ -158,7 +160,12 @@ impl Leader {
     #[must_use]
     pub fn heard(&self, worker: &WorkerId, now_ms: u64) -> Option<HeardOf> {
         let link = self.links.get(worker)?;
-        Some(HeardOf { silent_ms: now_ms.saturating_sub(link.heard_ms), draining: link.draining, at: link.at.clone() })
+        Some(HeardOf {
+            silent_ms: now_ms.saturating_sub(link.heard_ms),
+            draining: link.draining,
+            at: link.at.clone(),
+            kept: link.kept.clone(),
+        })
     }
 
     /// The connection to NATS is new: whoever was silent may not have been.
@@ -304,6 +311,7 @@ impl Leader {
             // For good: a life that drains ends. An older beat that comes late says nothing.
             link.draining |= beat.draining;
             link.at.clone_from(&beat.at);
+            link.kept.clone_from(&beat.kept);
         }
         // What it said to have ended is in the log before this. Up to level 4 what it still was given would be charged.
         if beat.leaving && (worker.bundles.is_empty() || state.head.level >= LEVEL_BEGUN) {
@@ -588,6 +596,7 @@ mod tests {
             draining: false,
             leaving: false,
             at: Vec::new(),
+            kept: Vec::new(),
         };
         let recorded = |state: &State, life| {
             let mut leader = Leader::new(state, 1_000, 0, Tuning::default());

@@ -349,6 +349,9 @@ api_type! {
         /// Tiers that it was to offer and can't, each with what is missing and what to do.
         #[serde(default)]
         pub lacks: BTreeMap<String, String>,
+        /// Machines of failed attempts that it keeps, of jobs that the caller may see. Known to the coordinator that leads.
+        #[serde(default)]
+        pub kept: Vec<KeptView>,
         /// Its labels.
         pub labels: BTreeMap<String, String>,
         /// Milliseconds since the leader last heard of it; none on a follower.
@@ -357,6 +360,22 @@ api_type! {
         pub build: String,
         /// Its host.
         pub host: String,
+    }
+}
+
+api_type! {
+    /// The machine of a failed attempt, which its worker keeps for a while (`task.keepFailed`).
+    pub struct KeptView {
+        /// The job.
+        pub job: String,
+        /// The task, from 0.
+        pub task: u32,
+        /// Which attempt, from 1.
+        pub attempt: u32,
+        /// Until when at most.
+        pub until: String,
+        /// Memory of its host that it takes.
+        pub memory_bytes: u64,
     }
 }
 

@@ -71,7 +71,7 @@ fn shells_are_opened_in_machines_that_run_and_in_those_that_were_kept() {
     let row = &cluster.results(&job)[0];
     assert_eq!((&row["class"], &row["code"]), (&json!("exit_code"), &json!(3)), "{row}");
     let message = row["message"].as_str().unwrap();
-    assert!(message.contains("its machine is kept until ") && message.contains(&format!("volley exec {job} 0 --attempt 1")), "{message}");
+    assert!(message.contains("its machine was kept, until ") && message.contains(&format!("volley exec {job} 0 --attempt 1")), "{message}");
     let (code, output, errors) = with_input(exec(&["cat", "file"]), b"");
     assert_eq!((code, output.as_slice()), (0, &b"hello\n"[..]), "{errors}");
 }

@@ -53,7 +53,7 @@ use tokio::sync::{mpsc, oneshot, watch};
 use tokio::task::JoinHandle;
 use tokio_util::task::AbortOnDropHandle;
 use volley_jobspecs::wire::plan::Isolation;
-use volley_jobspecs::wire::work::{Lack, WorkerInfo};
+use volley_jobspecs::wire::work::{KeptMachine, Lack, WorkerInfo};
 
 pub use config::{Config, ContainerConfig, MachineConfig, ShareConfig};
 pub use control::{Control, Handle, Status, control};
@@ -98,6 +98,7 @@ pub async fn run<B: Bus, O: Objects>(
         AbortOnDropHandle::new(tokio::spawn(image::watch::watch(store, told, tell)))
     });
     let (watched, watching) = watch::channel(Arc::default());
+    let _kept = machines.as_ref().map(|machines| AbortOnDropHandle::new(tokio::spawn(tell_kept(machines.kept.watch(), events.clone()))));
     let inputs = Inputs::new(objects.clone(), place.dir.join("cache"), config.cache_bytes_max).map_err(|source| RunError::Dir {
         path: place.dir.clone(),
         what: "making its cache",
@@ -174,6 +175,16 @@ pub fn run_on_nats(
 async fn told_images(store: Option<&image::Store>) -> Option<Vec<u64>> {
     let store = store?.clone();
     tokio::task::spawn_blocking(move || image::watch::now(&store)).await.ok().flatten()
+}
+
+/// Tells which machines are kept, whenever that changes.
+async fn tell_kept(mut kept: watch::Receiver<Vec<KeptMachine>>, events: mpsc::Sender<core::Input>) {
+    while kept.changed().await.is_ok() {
+        let machines = kept.borrow_and_update().clone();
+        if events.send(core::Input::KeptMachines(machines)).await.is_err() {
+            return;
+        }
+    }
 }
 
 /// What was found out about a host beyond what is configured.

@@ -309,6 +309,7 @@ pub async fn worker_with(
         draining: false,
         leaving: false,
         at: Vec::new(),
+        kept: Vec::new(),
     };
     tokio::spawn(async move {
         let mut ticks = tokio::time::interval(Duration::from_millis(100));

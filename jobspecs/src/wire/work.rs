@@ -147,6 +147,28 @@ pub struct Beat {
     #[n(9)]
     #[cbor(default)]
     pub at: Vec<At>,
+    /// Machines of failed attempts that it keeps, at most [`KEPT_TOLD_MAX`]; of an older build none are told.
+    #[n(10)]
+    #[cbor(default)]
+    pub kept: Vec<KeptMachine>,
+}
+
+/// Most kept machines that a worker tells of: each takes some hundred megabytes of its host.
+pub const KEPT_TOLD_MAX: usize = 64;
+
+/// The machine of an attempt that failed, which its worker keeps for a while.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode)]
+#[cbor(map)]
+pub struct KeptMachine {
+    /// Whose it was.
+    #[n(0)]
+    pub name: AttemptName,
+    /// Until when at most, in milliseconds since 1970 by its worker's clock.
+    #[n(1)]
+    pub until_ms: u64,
+    /// What it takes of its host's memory, in bytes.
+    #[n(2)]
+    pub memory_bytes: u64,
 }
 
 /// What a slot is at.

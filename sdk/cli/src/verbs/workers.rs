@@ -2,7 +2,7 @@
 
 use clap::Subcommand;
 use serde_json::json;
-use volley_jobspecs::api::WorkerView;
+use volley_jobspecs::api::{KeptView, WorkerView};
 
 use crate::clean;
 use crate::ctx::Ctx;
@@ -99,9 +99,19 @@ fn text(workers: &[WorkerView]) -> String {
         let line = |(tier, why): (&String, &String)| format!("{} can't offer {tier}: {}\n", worker.worker, clean::cell(why, LACK_CHARS));
         worker.lacks.iter().map(line).collect::<Vec<_>>()
     });
-    let lacking: String = lacking.collect();
+    let keeping = workers.iter().flat_map(|worker| worker.kept.iter().map(|machine| kept(&worker.worker, machine)));
+    let below: String = lacking.chain(keeping).collect();
     let table = table(&header, workers.iter().map(row).collect());
-    if lacking.is_empty() { table } else { format!("{table}\n{lacking}") }
+    if below.is_empty() { table } else { format!("{table}\n{below}") }
+}
+
+/// A machine that is kept, with what to type.
+fn kept(worker: &str, machine: &KeptView) -> String {
+    let KeptView { job, task, attempt, until, memory_bytes } = machine;
+    let memory = units::bytes(*memory_bytes);
+    format!(
+        "{worker} keeps the machine of {job} {task} until {until}, {memory} (`volley exec {job} {task} --attempt {attempt}`; `--end` frees it)\n"
+    )
 }
 
 #[cfg(test)]
@@ -117,6 +127,10 @@ mod tests {
         .unwrap_or_else(|e| panic!("{e}"));
         assert!(!text(&[worker.clone()]).contains("can't offer"));
         worker.lacks.insert("microvm".to_owned(), "QEMU is not there".to_owned());
-        assert!(text(&[worker]).ends_with("\nw can't offer microvm: QEMU is not there\n"));
+        assert!(text(&[worker.clone()]).ends_with("\nw can't offer microvm: QEMU is not there\n"));
+        let until = "2026-01-01T00:00:00Z".to_owned();
+        worker.kept = vec![KeptView { job: "j7".to_owned(), task: 3, attempt: 2, until, memory_bytes: 1 << 30 }];
+        let text = text(&[worker]);
+        assert!(text.contains("w keeps the machine of j7 3 until 2026-01-01T00:00:00Z, 1.0 GiB (`volley exec j7 3 --attempt 2`"), "{text}");
     }
 }

@@ -89,14 +89,7 @@ pub async fn run<B: Bus, O: Objects>(
     let told = told_images(images.as_ref()).await;
     let Offer { place, cgroups, limits, spawner, processes, containers, machines, lacks } = offer;
     let (events, receiver) = mpsc::channel(EVENTS_MAX);
-    let _images = images.map(|store| {
-        let (told, events) = (told.clone(), events.clone());
-        let tell = move |images| {
-            let events = events.clone();
-            async move { events.send(core::Input::Images(images)).await.is_ok() }
-        };
-        AbortOnDropHandle::new(tokio::spawn(image::watch::watch(store, told, tell)))
-    });
+    let _images = images.map(|store| AbortOnDropHandle::new(tokio::spawn(tell_images(store, told.clone(), events.clone()))));
     let (watched, watching) = watch::channel(Arc::default());
     let _kept = machines.as_ref().map(|machines| AbortOnDropHandle::new(tokio::spawn(tell_kept(machines.kept.watch(), events.clone()))));
     let inputs = Inputs::new(objects.clone(), place.dir.join("cache"), config.cache_bytes_max).map_err(|source| RunError::Dir {
@@ -175,6 +168,15 @@ pub fn run_on_nats(
 async fn told_images(store: Option<&image::Store>) -> Option<Vec<u64>> {
     let store = store?.clone();
     tokio::task::spawn_blocking(move || image::watch::now(&store)).await.ok().flatten()
+}
+
+/// Tells which images there are, whenever that is something else than `told`.
+async fn tell_images(store: image::Store, told: Option<Vec<u64>>, events: mpsc::Sender<core::Input>) {
+    let tell = |images| {
+        let events = events.clone();
+        async move { events.send(core::Input::Images(images)).await.is_ok() }
+    };
+    image::watch::watch(store, told, tell).await;
 }
 
 /// Tells which machines are kept, whenever that changes.

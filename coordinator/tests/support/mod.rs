@@ -312,8 +312,7 @@ pub async fn worker_with(
         kept: Vec::new(),
     };
     tokio::spawn(async move {
-        let mut ticks = tokio::time::interval(Duration::from_millis(100));
-        let mut number = 0;
+        let (mut ticks, mut number) = (tokio::time::interval(Duration::from_millis(100)), 0);
         loop {
             tokio::select! {
                 () = stop.cancelled() => return,

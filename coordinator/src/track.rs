@@ -20,9 +20,9 @@ use crate::state::task::{Cell, Phase};
 use crate::state::worker::{self, Promised, Worker};
 use crate::{assign, finish, retry, timers};
 
-/// Tries of a task whose image no live worker has. With the default backoff the third comes after some seconds: enough for a worker that
-/// has it to be started anew, or for somebody to import it.
-const IMAGE_TRIES: u16 = 3;
+/// Tries of a task whose image no live worker has. With the default backoff the fifth comes after some 8 seconds: enough for a worker that
+/// has it to be started anew.
+const IMAGE_TRIES: u16 = 5;
 
 /// Applies a worker's report.
 pub fn track(state: &mut State, sequence: u64, report: &Report, fx: &mut Effects) {

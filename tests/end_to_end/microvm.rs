@@ -88,7 +88,7 @@ fn a_job_runs_in_machines_made_from_an_imported_image() {
     assert_eq!(cluster.ask(&["image", "--images", images, "ls"]), json!([]));
 }
 
-/// Told when it is submitted, and after three tries the job's own fault.
+/// Told when it is submitted, and after five tries the job's own fault.
 fn an_image_that_nobody_has(cluster: &Cluster) {
     let task = json!({ "isolation": "microvm", "image": "dir:/nothing", "command": "true" });
     let spec = cluster.spec(json!({ "count": 2 }), task, json!({}));
@@ -100,7 +100,7 @@ fn an_image_that_nobody_has(cluster: &Cluster) {
     assert_eq!((&ended["state"], &ended["exitCode"]), (&json!("failed"), &json!(1)), "{ended}");
     assert!(ended["trouble"].as_str().unwrap().contains("this worker has no image \"dir:/nothing\""), "{ended}");
     for row in cluster.results(&job) {
-        assert_eq!((&row["class"], &row["attempts"]), (&json!("input_missing"), &json!(3)), "{row}");
+        assert_eq!((&row["class"], &row["attempts"]), (&json!("input_missing"), &json!(5)), "{row}");
     }
     let said = cluster.ask(&["explain", &job, "0"]);
     assert!(said["summary"].as_str().unwrap().ends_with("no other worker that was there had it either"), "{said}");

@@ -177,14 +177,14 @@ fn an_image_that_no_worker_has_is_the_jobs_own_fault_after_some_tries() {
     ] {
         let mut world = World::new(level, 1);
         world.state.workers.get_mut(&world.worker).unwrap().info.images = images.clone();
-        for number in 1..=3 {
+        for number in 1..=u32::from(IMAGE_TRIES) {
             assert_eq!(world.tries(), [(number as u16 - 1, 0, number as u16 - 1)], "{level} {images:?}");
             let bundle = world.assign(1, 0, 1);
             let end = no_image(&world, bundle, number);
             world.apply(&end);
             world.decide(Decision::Tick(u64::from(number) * 1_000_000));
         }
-        assert_eq!((world.tries(), world.settled.is_some()), (vec![if own { (3, 1, 2) } else { (3, 0, 3) }], own), "{level} {images:?}");
+        assert_eq!((world.tries(), world.settled.is_some()), (vec![if own { (5, 1, 4) } else { (5, 0, 5) }], own), "{level} {images:?}");
     }
 }
 

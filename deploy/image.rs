@@ -92,6 +92,8 @@ fn of_find(error: &FindError, dir: &Path) -> Failed {
         FindError::Missing { text } => {
             Failed::new(Exit::NotFound, format!("no image is called {text:?} in {}; `volley image ls` lists them", dir.display()))
         }
+        // Here it was typed, and stands in no job's spec.
+        FindError::Name(why) => Failed::new(Exit::NotFound, format!("{}; `volley image ls` lists them", chain(why))),
         other => Failed::new(Exit::NotFound, chain(other)),
     }
 }
@@ -180,6 +182,9 @@ mod tests {
         let here = tempfile::tempdir().unwrap();
         let path = here.path().to_str().unwrap();
         assert!(source(path, false).is_err_and(|failed| failed.line.contains(&format!("import dir:{path}"))));
+        let missing = find(&Store::open(here.path()).unwrap(), "").unwrap_err();
+        let said = of_find(&missing, here.path()).line;
+        assert!(said.starts_with("\"\" names no image") && said.ends_with("lists them"), "{said}");
         assert!(source("Not A Name", false).is_err_and(|failed| failed.exit == Exit::BadSpec));
     }
 }

@@ -2,7 +2,7 @@
 //!
 //! Owns reading secrets from files and signals. Does not own what runs.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use tokio::signal::unix::{SignalKind, signal};
@@ -17,7 +17,7 @@ use volley_jobspecs::observe::Observing;
 use volley_jobspecs::wire::plan::Isolation;
 use volley_store::{Store, StoreConfig};
 use volley_worker::vmm::spawner::MachineSpawner;
-use volley_worker::{Config, NatsBus, S3Objects, ShareConfig, Spawner, users};
+use volley_worker::{Config, Control, Handle, NatsBus, S3Objects, ShareConfig, Spawner, users};
 
 use crate::failed::{Ended, Failed};
 
@@ -174,6 +174,16 @@ pub fn set_machines(config: &mut Config, args: MachineArgs, spawner: Option<Mach
     machines.allow_unconfined = args.allow_unconfined_machines;
     machines.spawner = spawner;
     machines.share = args.template_keys.map(ShareConfig::new);
+    machines.templates_bytes_max = args.template_memory.map_or(machines.templates_bytes_max, |size| size.0);
+    if !config.isolation.contains(&Isolation::Microvm) {
+        let vmm = (args.vmm != "auto").then(|| format!("--vmm {}", args.vmm));
+        let program = |flag, named: &Option<PathBuf>| named.as_ref().map(|named| format!("{flag} {}", named.display()));
+        let unused = [vmm, program("--firecracker", &machines.firecracker), program("--qemu", &machines.qemu)];
+        let unused: Vec<String> = unused.into_iter().flatten().collect();
+        if !unused.is_empty() {
+            tracing::warn!("not used, as machines are not offered (--isolation microvm): {}", unused.join(", "));
+        }
+    }
     config.containers.runtime = args.container_runtime;
     Ok(())
 }
@@ -196,16 +206,21 @@ pub async fn worker(args: WorkerArgs, spawners: Spawners, observer: Observing) -
     config.observer = observer;
     let nats = nats(args.nats)?;
     let store = store(args.store);
-    run_worker(config, &nats, store, spawners.processes).await
+    run_worker(config, &nats, store, spawners.processes, volley_worker::control()).await
 }
 
-/// Runs a worker: the first signal drains it, the second stops it now.
-pub async fn run_worker(config: Config, nats: &NatsConfig, store: StoreConfig, spawner: Option<Spawner>) -> Ended {
+/// Runs a worker: the first signal drains it, the second stops it now. `control`: both ends of it.
+pub async fn run_worker(
+    config: Config,
+    nats: &NatsConfig,
+    store: StoreConfig,
+    spawner: Option<Spawner>,
+    (handle, control): (Handle, Control),
+) -> Ended {
     let client = connect(nats, config.name.as_str()).await?;
     let own = Store::connect(&store).await.map_err(Failed::unavailable)?;
     own.probe().await.map_err(Failed::unavailable)?;
     let objects = S3Objects::new(&own, store, volley_worker::io::objects::BUDGET_DEFAULT);
-    let (handle, control) = volley_worker::control();
     let signals = async {
         stop_signal().await;
         tracing::info!("draining: running tasks may end; a second signal stops now");

@@ -20,7 +20,7 @@ use volley_jobspecs::observe::Observing;
 use volley_store::StoreConfig;
 use volley_store::embedded::{EmbeddedConfig, EmbeddedServer};
 use volley_worker::vmm::spawner::MachineSpawner;
-use volley_worker::{Config, users};
+use volley_worker::{Config, Handle, users};
 
 use crate::embedded::{Nats, Secrets, make_private_dir};
 use crate::failed::{Ended, Failed};
@@ -62,20 +62,12 @@ pub async fn up(args: UpArgs, spawners: Spawners, observer: Observing) -> Ended 
     };
     let mut coordinator = Coordinator::start(coordinator).await?;
     let file = ClusterFile { url: format!("http://{}", coordinator.config.listen), token: secrets.token.clone() };
-    let path = tell_clients(&file, &dir).await?;
-    eprintln!("Volley is up at {}; clients find it and its token in {}", file.url, path.display());
-    if !rustix::process::geteuid().is_root() {
-        eprintln!(
-            "Tasks run as this user, who can read the cluster's keys in {}: only what is trusted, or start it as root.",
-            dir.display()
-        );
-    }
-    eprintln!("Try it: volley run SPEC.json    Stop it: Ctrl-C");
-
     let reach = nats.config.clone();
-    let worker = run_worker(config, &reach, store, spawners.processes);
+    let (handle, control) = volley_worker::control();
+    let worker = run_worker(config, &reach, store, spawners.processes, (handle.clone(), control));
     let ended = tokio::select! {
         ended = worker => ended,
+        why = greet(&handle, &file, &dir) => Err(why),
         // NATS ends with us: only by the directory can it be found again.
         why = coordinator.keep(&room) => {
             let line = why.line.replace("`volley log skip", &format!("`volley log --dir {} skip", dir.display()));
@@ -89,6 +81,24 @@ pub async fn up(args: UpArgs, spawners: Spawners, observer: Observing) -> Ended 
     }
     nats.stop().await;
     ended
+}
+
+/// Says that the cluster is up, once its worker has found what it can offer: it may have to end for that. Returns only what is in the way.
+async fn greet(worker: &Handle, file: &ClusterFile, dir: &Path) -> Failed {
+    worker.opened().await;
+    let path = match tell_clients(file, dir).await {
+        Ok(path) => path,
+        Err(why) => return why,
+    };
+    eprintln!("Volley is up at {}; clients find it and its token in {}", file.url, path.display());
+    if !rustix::process::geteuid().is_root() {
+        eprintln!(
+            "Tasks run as this user, who can read the cluster's keys in {}: only what is trusted, or start it as root.",
+            dir.display()
+        );
+    }
+    eprintln!("Try it: volley run SPEC.json    Stop it: Ctrl-C");
+    std::future::pending().await
 }
 
 /// Writes down where clients find the cluster. Not over a file whose cluster answers: its clients would lose it.

@@ -53,7 +53,13 @@ fn spawners(command: &ServeCommand) -> Result<Spawners, String> {
     };
     let processes = Some(Spawner::start().map_err(|e| e.to_string())?);
     let machines = isolation.iter().any(|tier| tier == Isolation::Microvm.as_str());
-    let machines = machines.then(MachineSpawner::start).transpose().map_err(|e| e.to_string())?;
+    let others = isolation.iter().any(|tier| tier != Isolation::Microvm.as_str());
+    let machines = match machines.then(MachineSpawner::start).transpose() {
+        Ok(machines) => machines,
+        // The worker tries it once more, says what is in the way, and offers the rest.
+        Err(_) if others => None,
+        Err(why) => return Err(why.to_string()),
+    };
     Ok(Spawners { processes, machines })
 }
 

@@ -144,6 +144,7 @@ fn rerun(state: &mut State, sequence: u64, tenant: &TenantId, id: JobId) -> Resu
     }
     job.progress.ending = None;
     job.progress.reason = None;
+    job.progress.trouble = None;
     job.progress.ended_ms = None;
     job.progress.trailing.clear();
     timers::watch_queue(job, &state.head, &mut state.timers);

@@ -12,9 +12,10 @@ use volley_jobspecs::api::{Explanation, WorkerExplanation};
 use volley_jobspecs::ids::{JobId, WorkerId};
 use volley_jobspecs::units;
 use volley_jobspecs::wire::plan::Needs;
+use volley_jobspecs::wire::report::Cause;
 use volley_jobspecs::wire::work::{At, AtStage, TemplateStage};
 
-use crate::api::views::{SILENT_AFTER_MS, instant};
+use crate::api::views::{self, SILENT_AFTER_MS, instant};
 use crate::leader::HeardOf;
 use crate::split::Waiting;
 use crate::state::State;
@@ -35,6 +36,8 @@ pub struct Heard {
     pub workers: BTreeMap<WorkerId, HeardOf>,
     /// The worker where the task failed last.
     pub failed_on: Option<WorkerId>,
+    /// What kept its last try from beginning.
+    pub cause: Option<Cause>,
 }
 
 /// Explains a task of a job in memory.
@@ -45,7 +48,11 @@ pub fn explain(state: &State, id: JobId, index: u32, heard: &Heard) -> Explanati
     };
     let cell = job.cell(index);
     match settled(state, job, index, cell, heard) {
-        Some((summary, next)) => Explanation { next: next.map(str::to_owned).into_iter().collect(), ..only(summary) },
+        Some((summary, next)) => {
+            let backs_off = cell.is_some_and(|cell| cell.phase == Phase::Backoff && heard.cause.is_some());
+            let details = job.progress.trouble.iter().filter(|_| backs_off).map(views::trouble).collect();
+            Explanation { details, next: next.map(str::to_owned).into_iter().collect(), ..only(summary) }
+        }
         None => {
             let why = waiting(state, job, heard);
             Explanation { summary: format!("the task waits for a worker: {}", why.summary), ..why }
@@ -73,6 +80,10 @@ pub fn explain_job(state: &State, id: JobId, heard: &Heard) -> Explanation {
     let backing = job.pages.iter().find_map(|(number, page)| Some(number * PAGE_TASKS + u32::from(*page.due.keys().next()?)));
     let more = |index| format!("`volley explain {id} {index}` says why task {index} waits for its next try");
     explanation.next.extend(backing.map(more));
+    if let Some(trouble) = &job.progress.trouble {
+        explanation.details.push(views::trouble(trouble));
+        explanation.next.push(ended::missing(trouble.cause).to_owned());
+    }
     explanation
 }
 
@@ -101,7 +112,7 @@ fn settled(state: &State, job: &Job, index: u32, cell: Option<Cell>, heard: &Hea
         Phase::Fresh | Phase::Ready => None,
     }?;
     let backing = cell.class().filter(|_| cell.phase == Phase::Backoff);
-    Some((summary, backing.and_then(|class| ended::change(class, job.facts.plan.needs.isolation))))
+    Some((summary, backing.and_then(|class| ended::change(class, job.facts.plan.needs.isolation, heard.cause))))
 }
 
 /// How far a task is that is with a worker.
@@ -155,15 +166,19 @@ fn waiting(state: &State, job: &Job, heard: &Heard) -> Explanation {
 
 /// Have workers joined, and could none of them ever run the job's tasks, even when idle?
 fn never(state: &State, job: &Job) -> bool {
-    !state.workers.is_empty() && state.workers.values().all(|worker| !worker::unfit(&worker.info, &job.facts.plan.needs).is_empty())
+    !state.workers.is_empty() && state.workers.values().all(|worker| !worker::obstacles(&worker.info, &job.facts.plan.needs).is_empty())
 }
 
 /// What to do about tasks that no worker could ever run: what to ask for otherwise, or what a worker would have to have.
 fn could(state: &State, needs: &Needs) -> String {
     let (mut places, mut wanted) = (Vec::new(), Vec::new());
-    for unfit in state.workers.values().flat_map(|worker| worker::unfit(&worker.info, needs)) {
+    for unfit in state.workers.values().flat_map(|worker| worker::obstacles(&worker.info, needs)) {
         let (place, want) = match unfit {
-            Unfit::Isolation(name) => ("$.task.isolation", format!("offers isolation \"{name}\"")),
+            Unfit::Isolation { tier, .. } => ("$.task.isolation", format!("offers isolation \"{tier}\"")),
+            Unfit::Templates { needs, .. } => {
+                ("$.task.resources.memory", format!("has room for templates of {} (--template-memory)", units::bytes(needs)))
+            }
+            Unfit::Image => ("$.task.image", "has that image".to_owned()),
             Unfit::FewCores { needs, .. } => ("$.task.resources.cpus", format!("has {} cores", units::cores(needs.into()))),
             Unfit::TooSmall { what: what @ "of disk", needs, .. } => {
                 ("$.task.resources.disk", format!("has {} {what}", units::bytes(needs)))
@@ -247,7 +262,7 @@ pub fn nowhere(state: &State, needs: &Needs) -> Option<String> {
     }
     let mut named = Vec::new();
     for (name, worker) in &state.workers {
-        let unfit = worker::unfit(&worker.info, needs);
+        let unfit = worker::obstacles(&worker.info, needs);
         if unfit.is_empty() {
             return None;
         }
@@ -265,7 +280,7 @@ pub fn nowhere(state: &State, needs: &Needs) -> Option<String> {
 
 /// Which other jobs hold places on workers that could run the job's tasks, those with most first.
 fn holders(state: &State, job: &Job) -> String {
-    let fit = state.workers.values().filter(|worker| worker::unfit(&worker.info, &job.facts.plan.needs).is_empty());
+    let fit = state.workers.values().filter(|worker| worker::obstacles(&worker.info, &job.facts.plan.needs).is_empty());
     let mut places: BTreeMap<JobId, usize> = BTreeMap::new();
     fit.flat_map(|worker| worker.bundles.values()).for_each(|bundle| *places.entry(bundle.job).or_default() += 1);
     let all: usize = places.values().sum();
@@ -285,7 +300,7 @@ fn holders(state: &State, job: &Job) -> String {
 /// Everything between the job's tasks and one worker.
 fn reasons(job: &Job, worker: &Worker, now_ms: u64, heard: Option<&HeardOf>) -> Vec<String> {
     let needs = &job.facts.plan.needs;
-    let mut reasons: Vec<String> = worker::unfit(&worker.info, needs).iter().map(ToString::to_string).collect();
+    let mut reasons: Vec<String> = worker::obstacles(&worker.info, needs).iter().map(ToString::to_string).collect();
     if worker.draining || heard.is_some_and(|heard| heard.draining) {
         reasons.push("is draining".to_owned());
     }
@@ -372,6 +387,9 @@ mod tests {
             limits: true,
             build: String::new(),
             host: String::new(),
+            lacks: Vec::new(),
+            template_bytes: None,
+            images: None,
         };
         let worker = Worker {
             incarnation: Incarnation(1),
@@ -433,8 +451,8 @@ mod tests {
         assert_eq!(unheard, "the task is with worker w since 1970-01-01T00:01:30Z, in try 1: it runs, or waits there for its turn");
         let name = AttemptName { job: JobId(1), stage: 0, index: 0, number: 1, sequence: 7 };
         let at = vec![At { name, stage: AtStage::Running, for_ms: 3_000, template: None }];
-        let of_worker = HeardOf { silent_ms: 2_000, draining: false, at };
-        let heard = Heard { workers: s.workers.keys().map(|w| (w.clone(), of_worker.clone())).collect(), failed_on: None };
+        let of_worker = HeardOf { silent_ms: 2_000, at, ..HeardOf::default() };
+        let heard = Heard { workers: s.workers.keys().map(|w| (w.clone(), of_worker.clone())).collect(), failed_on: None, cause: None };
         assert_eq!(said(0, &heard), "the task runs, on worker w, since 1970-01-01T00:01:35Z, in try 1");
         assert!(said(1, &heard).starts_with("the task waits at worker w for its turn since 1970-01-01T00:01:30Z, in try 1"));
         assert_eq!(
@@ -447,6 +465,9 @@ mod tests {
         let job = s.jobs.get_mut(&JobId(1)).unwrap_or_else(|| panic!("no job"));
         job.facts.plan.needs.isolation = Isolation::Container;
         job.pages.get_mut(&0).unwrap_or_else(|| panic!("no page")).update(2, |cell| cell.set_class(Some(FailureClass::RestoreFailed)));
+        let next = explain(&s, JobId(1), 2, &heard).next;
+        assert!(next.len() == 1 && !next[0].contains("image"), "not known to be the image's fault: {next:?}");
+        let heard = Heard { cause: Some(Cause::NoImage(1)), ..heard };
         let next = explain(&s, JobId(1), 2, &heard).next;
         assert!(next.len() == 1 && next[0].contains("volley image import"), "{next:?}");
     }
@@ -472,6 +493,18 @@ mod tests {
     }
 
     #[test]
+    fn a_tier_that_a_worker_cant_offer_is_named_with_the_reason() {
+        let mut s = state(2, Isolation::Null);
+        for worker in s.workers.values_mut() {
+            worker.info.lacks = vec![volley_jobspecs::wire::work::Lack::new(Isolation::Process, "no fork here; install one")];
+        }
+        let (_, reasons) = said(&s, &Heard::default());
+        assert_eq!(reasons, ["can't offer isolation \"process\": no fork here; install one"]);
+        let needs = s.jobs[&JobId(1)].facts.plan.needs.clone();
+        assert!(nowhere(&s, &needs).is_some_and(|said| said.ends_with("w can't offer isolation \"process\": no fork here; install one")));
+    }
+
+    #[test]
     fn each_obstacle_is_named() {
         let none = Heard::default();
         assert!(said(&state(2, Isolation::Process), &none).0.contains("about to be given out"));
@@ -493,8 +526,11 @@ mod tests {
 
         let mut s = state(2, Isolation::Process);
         let lost = HeardOf { silent_ms: 60_000, ..HeardOf::default() };
-        let silent =
-            Heard { workers: s.workers.keys().map(|w| (w.clone(), lost.clone())).collect(), failed_on: s.workers.keys().next().cloned() };
+        let silent = Heard {
+            workers: s.workers.keys().map(|w| (w.clone(), lost.clone())).collect(),
+            failed_on: s.workers.keys().next().cloned(),
+            cause: None,
+        };
         let (summary, reasons) = said(&s, &silent);
         assert!(summary.contains("silent") && reasons.len() == 2, "{summary} {reasons:?}");
         for worker in s.workers.values_mut() {
@@ -505,7 +541,7 @@ mod tests {
             worker.draining = false;
         }
         let leaves = HeardOf { draining: true, ..HeardOf::default() };
-        let leaves = Heard { workers: s.workers.keys().map(|w| (w.clone(), leaves.clone())).collect(), failed_on: None };
+        let leaves = Heard { workers: s.workers.keys().map(|w| (w.clone(), leaves.clone())).collect(), failed_on: None, cause: None };
         assert_eq!(said(&s, &leaves).1, ["is draining"], "by its own will");
         s.workers.clear();
         assert!(said(&s, &none).0.contains("no worker has joined"));

@@ -6,9 +6,9 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use volley_jobspecs::ids::{JobId, Term, WorkerId};
-use volley_jobspecs::wire::LEVEL_BEGUN;
 use volley_jobspecs::wire::record::{Decided, Decision, Trailing};
-use volley_jobspecs::wire::work::{At, Beat, BeatAnswer, WorkAnswer, WorkMessage};
+use volley_jobspecs::wire::work::{At, Beat, BeatAnswer, KeptMachine, WorkAnswer, WorkMessage};
+use volley_jobspecs::wire::{LEVEL_BEGUN, LEVEL_OFFERS};
 
 use crate::place::{self, Scheduler};
 use crate::send::{self, Link};
@@ -42,6 +42,8 @@ pub struct HeardOf {
     pub draining: bool,
     /// What its slots were at.
     pub at: Vec<At>,
+    /// Machines of failed attempts that it kept.
+    pub kept: Vec<KeptMachine>,
 }
 
 /// What the driver is to do.
@@ -158,7 +160,12 @@ impl Leader {
     #[must_use]
     pub fn heard(&self, worker: &WorkerId, now_ms: u64) -> Option<HeardOf> {
         let link = self.links.get(worker)?;
-        Some(HeardOf { silent_ms: now_ms.saturating_sub(link.heard_ms), draining: link.draining, at: link.at.clone() })
+        Some(HeardOf {
+            silent_ms: now_ms.saturating_sub(link.heard_ms),
+            draining: link.draining,
+            at: link.at.clone(),
+            kept: link.kept.clone(),
+        })
     }
 
     /// The connection to NATS is new: whoever was silent may not have been.
@@ -294,7 +301,7 @@ impl Leader {
             }
             let answer = answer(false, false);
             if !beat.leaving && !beat.draining {
-                self.join(beat);
+                self.join(beat, state.head.level);
             }
             return answer;
         };
@@ -304,6 +311,7 @@ impl Leader {
             // For good: a life that drains ends. An older beat that comes late says nothing.
             link.draining |= beat.draining;
             link.at.clone_from(&beat.at);
+            link.kept.clone_from(&beat.kept);
         }
         // What it said to have ended is in the log before this. Up to level 4 what it still was given would be charged.
         if beat.leaving && (worker.bundles.is_empty() || state.head.level >= LEVEL_BEGUN) {
@@ -311,14 +319,19 @@ impl Leader {
         } else if beat.reported <= state.head.sequence {
             self.meet(state, &beat);
         }
+        let offers = beat.info.at_level(state.head.level);
+        if state.head.level >= LEVEL_OFFERS && worker.info != offers && !beat.leaving {
+            self.decide_once(Decision::WorkerJoined { worker: beat.worker, incarnation: beat.incarnation, info: offers });
+        }
         answer
     }
 
-    fn join(&mut self, beat: Beat) {
+    fn join(&mut self, beat: Beat, level: u32) {
         if self.joining.get(&beat.worker).is_some_and(|known| known.incarnation == beat.incarnation) {
             return;
         }
-        self.pending.push(Decision::WorkerJoined { worker: beat.worker.clone(), incarnation: beat.incarnation, info: beat.info.clone() });
+        let info = beat.info.at_level(level);
+        self.pending.push(Decision::WorkerJoined { worker: beat.worker.clone(), incarnation: beat.incarnation, info });
         self.joining.insert(beat.worker.clone(), beat);
     }
 
@@ -517,6 +530,9 @@ mod tests {
             limits: false,
             build: String::new(),
             host: String::new(),
+            lacks: Vec::new(),
+            template_bytes: None,
+            images: None,
         };
         let worker = Worker {
             incarnation: Incarnation(7),
@@ -562,5 +578,40 @@ mod tests {
         assert!(leader.place_again, "and what waits is placed when it was applied");
         state.head.now_ms = 9_000;
         assert!(leader.decide(&state, 8_001).is_none() && !leader.place_again);
+    }
+
+    #[test]
+    fn what_a_worker_says_of_itself_is_recorded_as_the_level_allows() {
+        let name = WorkerId::new("w").unwrap_or_else(|e| panic!("{e}"));
+        let mut state = quarantined(&name);
+        let info = WorkerInfo { images: Some(vec![1]), ..state.workers[&name].info.clone() };
+        let beat = |info: &WorkerInfo, life| Beat {
+            worker: name.clone(),
+            incarnation: Incarnation(life),
+            info: info.clone(),
+            held: Vec::new(),
+            term: Term(0),
+            taken: 0,
+            reported: 0,
+            draining: false,
+            leaving: false,
+            at: Vec::new(),
+            kept: Vec::new(),
+        };
+        let recorded = |state: &State, life| {
+            let mut leader = Leader::new(state, 1_000, 0, Tuning::default());
+            assert!(leader.beat(state, beat(&info, life), 1).is_some());
+            let said =
+                leader.pending.iter().filter_map(|d| if let Decision::WorkerJoined { info, .. } = d { Some(info.clone()) } else { None });
+            said.collect::<Vec<_>>()
+        };
+        assert_eq!(recorded(&state, 7), [], "an older level says nothing more of a life that it knows");
+        assert_eq!(recorded(&state, 8), [WorkerInfo { images: None, ..info.clone() }], "and of another one as much as it knows");
+        state.head.level = LEVEL_OFFERS;
+        assert_eq!(recorded(&state, 7), [info.clone()]);
+        if let Some(worker) = state.workers.get_mut(&name) {
+            worker.info = info.clone();
+        }
+        assert_eq!(recorded(&state, 7), []);
     }
 }

@@ -190,6 +190,8 @@ struct Queue<'a> {
     waiting: Waiting<'a>,
     bundles: u32,
     starts: u32,
+    /// Some worker has its image, so that those that don't are not asked.
+    pinned: bool,
 }
 
 /// One round: who runs what next. `silent` workers get nothing. `now_ms` is monotonic and for rate limits only.
@@ -262,7 +264,9 @@ fn fit(
     let job = queue.job;
     let needs = &job.facts.plan.needs;
     let next = queue.waiting.peek()?;
-    let could = |c: &Candidate<'_>| worker::unfit(&c.worker.info, needs).is_empty();
+    let pinned = queue.pinned;
+    let could =
+        |c: &Candidate<'_>| worker::unfit(&c.worker.info, needs).is_empty() && !(pinned && worker::lacks_image(&c.worker.info, needs));
     // The worker where it failed is taken only if no other could ever run it.
     let avoided = scheduler.avoid.get(&(job.id, next)).filter(|bad| candidates.iter().any(|c| c.name != *bad && could(c)));
     let may_wait = cluster.short.contains(&job.id);
@@ -310,7 +314,8 @@ impl<'a> Shares<'a> {
             shares.tenants.entry(&job.facts.tenant).or_insert((0, weight, policy.and_then(|p| p.concurrency))).0 += job.bundles;
             if job.startable() && job.waiting() > 0 {
                 let starts = scheduler.starts_left(job, now_ms);
-                shares.push(Queue { job, waiting: Waiting::new(job), bundles: job.bundles, starts });
+                let pinned = worker::image_is_somewhere(&state.workers, &job.facts.plan.needs);
+                shares.push(Queue { job, waiting: Waiting::new(job), bundles: job.bundles, starts, pinned });
             }
         }
         shares

@@ -7,7 +7,7 @@ use std::collections::{BTreeMap, VecDeque};
 
 use volley_jobspecs::ids::{AttemptName, BundleId, Incarnation, JobId, Term};
 use volley_jobspecs::wire::record::Run;
-use volley_jobspecs::wire::work::{At, Beat, Bundle, Order, Try, WorkMessage};
+use volley_jobspecs::wire::work::{At, Beat, Bundle, KeptMachine, Order, Try, WorkMessage};
 
 use crate::state::State;
 use crate::state::job::Job;
@@ -31,6 +31,8 @@ pub struct Link {
     pub draining: bool,
     /// What its slots were at when it was last heard.
     pub at: Vec<At>,
+    /// Machines that it kept then.
+    pub kept: Vec<KeptMachine>,
     /// Has it beaten since this leader began? Until then nothing is known of what it holds, and nothing is sent.
     met: bool,
     number: u64,
@@ -51,6 +53,7 @@ impl Link {
             heard_ms: now_ms,
             draining: false,
             at: Vec::new(),
+            kept: Vec::new(),
             met: false,
             number: 0,
             in_flight: None,

@@ -21,7 +21,15 @@ pub fn plan(tasks: u32) -> JobPlan {
         start_ms: 60_000,
         run_ms: 60_000,
         retry: Retry { attempts: 1, infra_attempts: 10, backoff: Backoff::default(), rules: Vec::new() },
-        needs: Needs { cpu_milli: 1, memory_bytes: 0, disk_bytes: 0, isolation: Isolation::Null, labels: BTreeMap::new(), limits: false },
+        needs: Needs {
+            cpu_milli: 1,
+            memory_bytes: 0,
+            disk_bytes: 0,
+            isolation: Isolation::Null,
+            labels: BTreeMap::new(),
+            limits: false,
+            image: None,
+        },
         retention: Retention { job_ms: None, failed_objects_ms: None },
         items: None,
     }

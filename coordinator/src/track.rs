@@ -4,19 +4,25 @@
 //! (`finish`). Whichever terminal record the log orders first stands: a success of a task that was cancelled meanwhile changes nothing.
 
 use std::collections::BTreeMap;
+use std::mem::discriminant;
 
 use volley_jobspecs::failure::FailureClass;
 use volley_jobspecs::ids::{AttemptName, BundleId, Incarnation, JobId, WorkerId};
 use volley_jobspecs::wire::plan::Isolation;
-use volley_jobspecs::wire::report::{AttemptEnd, Ending, Report};
+use volley_jobspecs::wire::report::{AttemptEnd, Cause, Ending, Report};
 use volley_jobspecs::wire::work::WorkerInfo;
-use volley_jobspecs::wire::{LEVEL_BEGUN, LEVEL_UNCOUNTED};
+use volley_jobspecs::wire::{LEVEL_BEGUN, LEVEL_OFFERS, LEVEL_UNCOUNTED};
 
 use crate::state::State;
 use crate::state::effects::{AttemptRow, Effects, ResultEntry};
-use crate::state::task::Phase;
-use crate::state::worker::{Promised, Worker};
+use crate::state::job::Trouble;
+use crate::state::task::{Cell, Phase};
+use crate::state::worker::{self, Promised, Worker};
 use crate::{assign, finish, retry, timers};
+
+/// Tries of a task whose image no live worker has. With the default backoff the fifth comes after some 8 seconds: enough for a worker that
+/// has it to be started anew.
+const IMAGE_TRIES: u16 = 5;
 
 /// Applies a worker's report.
 pub fn track(state: &mut State, sequence: u64, report: &Report, fx: &mut Effects) {
@@ -44,11 +50,30 @@ fn ended(state: &mut State, sequence: u64, worker: &WorkerId, end: &AttemptEnd, 
         let row = AttemptRow { worker: worker.clone(), end: end.clone(), assigned_ms, ended_ms: state.head.now_ms };
         fx.attempts.push((*name, row));
     }
+    note_trouble(state, worker, end);
     settle(state, sequence, end, charge, fx);
     let job = state.jobs.get_mut(&name.job)?;
     timers::watch_queue(job, &state.head, &mut state.timers);
     finish::check(state, name.job, fx);
     Some(())
+}
+
+/// Keeps with the job what kept an attempt from beginning, so that it is said once and not by each task alone.
+fn note_trouble(state: &mut State, worker: &WorkerId, end: &AttemptEnd) {
+    let now_ms = state.head.now_ms;
+    let Some(job) = state.jobs.get_mut(&end.name.job).filter(|_| state.head.level >= LEVEL_OFFERS) else { return };
+    let trouble = &mut job.progress.trouble;
+    match (end.ending, end.cause) {
+        (Ending::Succeeded, _) => *trouble = None,
+        (Ending::Failed(_), Some(cause)) => match trouble {
+            Some(known) if discriminant(&known.cause) == discriminant(&cause) => known.attempts = known.attempts.saturating_add(1),
+            other => {
+                let text = end.message.clone().unwrap_or_default();
+                *other = Some(Trouble { cause, text, worker: worker.clone(), since_ms: now_ms, attempts: 1 });
+            }
+        },
+        (Ending::Failed(_), None) | (Ending::Returned, _) => {}
+    }
 }
 
 /// What becomes of a task whose attempt ended.
@@ -82,9 +107,19 @@ fn settle(state: &mut State, sequence: u64, end: &AttemptEnd, charge: bool, fx: 
         Ending::Failed(class) => {
             // A worker that ends a task nobody cancelled has lost it as a host would.
             let class = if class == FailureClass::Cancelled { FailureClass::HostLost } else { class };
+            let class = if has_no_image(state, end, cell) { FailureClass::InputMissing } else { class };
             failed(state, sequence, end, class, fx);
         }
     }
+}
+
+/// Did it fail for an image that no live worker has, and not for the first time? Another try would meet the same name. A worker that is
+/// started anew is away for some seconds, so some tries are made first.
+fn has_no_image(state: &State, end: &AttemptEnd, cell: Cell) -> bool {
+    let Some(Cause::NoImage(key)) = end.cause.filter(|_| state.head.level >= LEVEL_OFFERS) else { return false };
+    let Some(job) = state.jobs.get(&end.name.job) else { return false };
+    let tries = IMAGE_TRIES.min(job.facts.plan.retry.infra_attempts.max(1));
+    cell.infra.saturating_add(1) >= tries && worker::image_is_nowhere(&state.workers, end.isolation, key)
 }
 
 fn failed(state: &mut State, sequence: u64, end: &AttemptEnd, class: FailureClass, fx: &mut Effects) {
@@ -120,9 +155,13 @@ fn failed(state: &mut State, sequence: u64, end: &AttemptEnd, class: FailureClas
     }
 }
 
-/// Applies that a worker came up. Attempts of an older life end.
+/// Applies that a worker came up, or has something else to offer than before. Attempts of an older life end.
 pub fn joined(state: &mut State, sequence: u64, worker: &WorkerId, incarnation: Incarnation, info: &WorkerInfo, fx: &mut Effects) {
-    if state.workers.get(worker).is_some_and(|w| w.incarnation == incarnation) {
+    if let Some(found) = state.workers.get_mut(worker).filter(|found| found.incarnation == incarnation) {
+        if state.head.level >= LEVEL_OFFERS && found.info != *info {
+            found.info.clone_from(info);
+            fx.workers.insert(worker.clone());
+        }
         return;
     }
     let draining = state.workers.get(worker).is_some_and(|w| w.draining);

@@ -83,6 +83,9 @@ fn a_job_is_forgotten_when_no_worker_holds_anything_of_it_any_more() {
         limits: true,
         build: String::new(),
         host: String::new(),
+        lacks: Vec::new(),
+        template_bytes: None,
+        images: None,
     };
     let (leader, _) = world.core.leader().unwrap();
     leader.record(Decision::Level(wire::LEVEL));

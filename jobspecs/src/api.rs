@@ -28,6 +28,9 @@ macro_rules! api_type {
     };
 }
 
+mod workers;
+pub use workers::{KeptView, WorkerView};
+
 api_type! {
     /// Every error answer.
     pub struct ErrorBody {
@@ -132,6 +135,10 @@ api_type! {
         pub state: JobState,
         /// Why it ended or is ending, for people: a cancel's reason, the failure limit, a deadline.
         pub reason: Option<String>,
+        /// What keeps its tasks from beginning, or did last: an image that is not there, a template that can't be built. Said here once, however
+        /// many tasks met it; gone with the next task that succeeds.
+        #[serde(default)]
+        pub trouble: Option<String>,
         /// How many tasks stand where.
         pub tasks: TaskCounts,
         /// Ended tasks by failure class.
@@ -318,38 +325,6 @@ api_type! {
         pub bytes: u64,
         /// SHA-256, in hex.
         pub sha256: String,
-    }
-}
-
-api_type! {
-    /// A worker.
-    pub struct WorkerView {
-        /// Its name.
-        pub worker: String,
-        /// `ready`, `draining`, `quarantined` or `silent`; that it is silent, or drains by its own will, only the leader knows.
-        pub state: String,
-        /// Bundles it runs at once.
-        pub slots: u32,
-        /// Bundles it holds.
-        pub bundles: u32,
-        /// Tasks it holds.
-        pub tasks: u32,
-        /// CPU in thousandths of a core.
-        pub cpu_milli: u32,
-        /// Memory for tasks.
-        pub memory_bytes: u64,
-        /// Disk for tasks.
-        pub disk_bytes: u64,
-        /// Isolation tiers it offers.
-        pub isolation: Vec<String>,
-        /// Its labels.
-        pub labels: BTreeMap<String, String>,
-        /// Milliseconds since the leader last heard of it; none on a follower.
-        pub silent_ms: Option<u64>,
-        /// Its build.
-        pub build: String,
-        /// Its host.
-        pub host: String,
     }
 }
 
@@ -570,6 +545,9 @@ api_type! {
         pub log_bytes_max: Option<u64>,
         /// What specs may use: `process`, `container`, `volumes`, …
         pub features: Vec<String>,
+        /// Tiers that workers were to offer and can't, a line each.
+        #[serde(default)]
+        pub lacks: Vec<String>,
         /// The bucket, as `s3://bucket/prefix`.
         pub bucket: String,
     }

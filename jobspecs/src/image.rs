@@ -92,6 +92,18 @@ impl<'a> Name<'a> {
     }
 }
 
+/// What stands for a name where many are compared: the same for all ways to write it, by a digest wherever one is in it. None: it is no name.
+#[must_use]
+pub fn key(text: &str) -> Option<u64> {
+    let one = match Name::parse(text).ok()? {
+        Name::Digest(digest) | Name::Registry(Reference { wanted: Wanted::Digest(digest), .. }) => digest.to_string(),
+        Name::Place(place) => place.to_owned(),
+        Name::Registry(Reference { registry, repository, wanted: Wanted::Tag(tag) }) => format!("{registry}/{repository}:{tag}"),
+    };
+    let hash = blake3::hash(one.as_bytes());
+    hash.as_bytes().first_chunk().map(|bytes| u64::from_le_bytes(*bytes))
+}
+
 /// Which of a repository's images.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Wanted {
@@ -234,6 +246,21 @@ mod tests {
         for wrong in ["sha256:1", "dir:", "Not A Name", ""] {
             assert!(Name::parse(wrong).is_err(), "{wrong}");
         }
+    }
+
+    #[test]
+    fn a_key_is_the_same_for_all_ways_to_write_a_name() {
+        let digest = format!("sha256:{}", "0a".repeat(32));
+        for (one, other) in [
+            ("busybox", "docker.io/library/busybox:latest"),
+            (digest.as_str(), &format!("ghcr.io/a/b:x@{digest}")),
+            ("dir:/srv/x", "dir:/srv/x"),
+        ] {
+            assert!(key(one).is_some() && key(one) == key(other), "{one}");
+        }
+        let others = ["busybox:1", "me/busybox", "dir:/srv/y", "tar:/srv/x"];
+        assert!(others.iter().all(|other| key(other).is_some() && key(other) != key("busybox")));
+        assert_eq!(key("Not A Name"), None);
     }
 
     #[test]

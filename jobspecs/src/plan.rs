@@ -4,8 +4,9 @@
 //! (`validate`, `wire::plan`).
 
 use crate::backoff::Backoff;
+use crate::image;
 use crate::machine;
-use crate::spec::{FailFastMode, FailureLimit, Isolation, Keep, Placement, Resources, RetentionSpec, RetryAction, RetrySpec};
+use crate::spec::{FailFastMode, FailureLimit, Isolation, Keep, Placement, Resources, RetentionSpec, RetryAction, RetrySpec, TaskSpec};
 use crate::validate::ValidJob;
 use crate::wire::plan;
 
@@ -36,7 +37,7 @@ pub fn plan(job: &ValidJob, tasks: u32) -> plan::JobPlan {
         start_ms: task.timeouts.start.0,
         run_ms: task.timeouts.run.0,
         retry: retry(&task.retry),
-        needs: needs(task.isolation, &task.resources, &spec.placement),
+        needs: plan::Needs { image: image(task), ..needs(task.isolation, &task.resources, &spec.placement) },
         retention: retention(&spec.retention),
         items: None,
     }
@@ -55,6 +56,14 @@ fn retry(retry: &RetrySpec) -> plan::Retry {
         backoff: Backoff { initial_ms: retry.backoff.initial.0, factor_milli: retry.backoff.factor.0, cap_ms: retry.backoff.cap.0 },
         rules: retry.rules.iter().map(rule).collect(),
     }
+}
+
+/// The image of all tasks, where they have one and it is the same one.
+fn image(task: &TaskSpec) -> Option<u64> {
+    let has_image = matches!(task.isolation, Isolation::Container | Isolation::Microvm);
+    // What stands for a value is put in by the worker, for each task.
+    let name = task.image.as_deref().filter(|name| has_image && !name.contains("${"))?;
+    image::key(name)
 }
 
 fn needs(isolation: Isolation, resources: &Resources, placement: &Placement) -> plan::Needs {
@@ -78,6 +87,7 @@ fn needs(isolation: Isolation, resources: &Resources, placement: &Placement) -> 
         isolation: tier,
         labels: placement.labels.clone(),
         limits,
+        image: None,
     }
 }
 
@@ -157,6 +167,7 @@ mod tests {
                 isolation: plan::Isolation::Process,
                 labels: BTreeMap::from([("zone".into(), "z".into())]),
                 limits: true,
+                image: None,
             },
             retention: plan::Retention { job_ms: Some(3_600_000), failed_objects_ms: Some(3_600_000) },
             items: None,

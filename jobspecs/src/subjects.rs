@@ -18,8 +18,9 @@ pub const LEVELS_BUCKET: &str = "VOLLEY_LEVELS";
 /// KV bucket in which workers say who builds which template; its keys are templates' names.
 pub const TEMPLATES_BUCKET: &str = "VOLLEY_TEMPLATES";
 /// How long that bucket keeps an entry that is not written anew, in milliseconds: those of workers that died, and failed builds, which
-/// stand for as long as on one host, since a job's tasks are tried again and again. Longer than a lease.
-pub const TEMPLATES_KEPT_MS: u64 = 15_000;
+/// stand for as long as on one host. Two minutes: most tries of a job's tasks, with the default backoff, meet the answer that the first one got,
+/// and what failed by a moment's trouble of a host is built again while there are tries left. Longer than a lease.
+pub const TEMPLATES_KEPT_MS: u64 = 120_000;
 /// The key of the lease.
 pub const LEASE_KEY: &str = "leader";
 /// Beats of all workers.

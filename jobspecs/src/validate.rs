@@ -28,6 +28,8 @@ const KEEP_MS_MIN: u64 = 60_000;
 pub struct Features {
     /// Isolation tiers that some worker offers.
     pub isolation: BTreeSet<Isolation>,
+    /// Why workers that were to offer a tier can't; for tiers that none offers.
+    pub why_not: BTreeMap<Isolation, String>,
     /// Volumes.
     pub volumes: bool,
     /// Several stages, and `items.results`.
@@ -48,6 +50,7 @@ impl Features {
     pub fn with_isolation(tiers: &[Isolation]) -> Self {
         Self {
             isolation: tiers.iter().copied().collect(),
+            why_not: BTreeMap::new(),
             volumes: false,
             stages: false,
             schedule: false,
@@ -68,6 +71,7 @@ impl Features {
     pub fn all() -> Self {
         Self {
             isolation: [Isolation::Null, Isolation::Process, Isolation::Container, Isolation::Microvm].into(),
+            why_not: BTreeMap::new(),
             volumes: true,
             stages: true,
             schedule: true,

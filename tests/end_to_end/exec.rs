@@ -10,6 +10,7 @@ use serde_json::json;
 
 use crate::microvm::with_image;
 use crate::support::Cluster;
+use crate::support::process::until;
 
 /// Runs a command with this on its input; its exit code, output and errors.
 fn with_input(mut command: Command, input: &[u8]) -> (i32, Vec<u8>, String) {
@@ -71,9 +72,21 @@ fn shells_are_opened_in_machines_that_run_and_in_those_that_were_kept() {
     let row = &cluster.results(&job)[0];
     assert_eq!((&row["class"], &row["code"]), (&json!("exit_code"), &json!(3)), "{row}");
     let message = row["message"].as_str().unwrap();
-    assert!(message.contains("its machine is kept until ") && message.contains(&format!("volley exec {job} 0 --attempt 1")), "{message}");
+    assert!(message.contains("its machine was kept, until ") && message.contains(&format!("volley exec {job} 0 --attempt 1")), "{message}");
     let (code, output, errors) = with_input(exec(&["cat", "file"]), b"");
     assert_eq!((code, output.as_slice()), (0, &b"hello\n"[..]), "{errors}");
+    // It is listed, and gone before its time when somebody says so.
+    let kept = || cluster.workers()[0]["kept"].as_array().unwrap().clone();
+    until("the machine is listed", || kept().len() == 1);
+    assert_eq!((&kept()[0]["job"], &kept()[0]["task"], &kept()[0]["attempt"]), (&json!(job), &json!(0), &json!(1)));
+    cluster.volley(&["exec", &job, "0", "--end"]).exits(0);
+    until("the machine is gone", || {
+        let (code, _, errors) = with_input(exec(&["true"]), b"");
+        code == 65 && errors.contains("its machine is gone: somebody ended it")
+    });
+    let told = cluster.volley(&["exec", &job, "0", "--end"]).exits(65);
+    assert!(told.stderr.contains("somebody ended it"), "{}", told.stderr);
+    until("nothing is listed", || kept().is_empty());
 }
 
 /// As somebody types it.

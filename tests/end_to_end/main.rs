@@ -21,6 +21,7 @@ mod explain;
 mod fail_fast;
 mod files;
 mod idempotency;
+mod lacks;
 mod limits;
 mod logs;
 mod microvm;

@@ -48,7 +48,7 @@ pub fn with_image() -> Option<(Cluster, Value)> {
         eprintln!("skipped: {why}");
         return None;
     }
-    let cluster = Cluster::up_with(&["--isolation", "process,microvm", "--slots", "1"])?;
+    let cluster = Cluster::up_with(&["--isolation", "process,microvm", "--slots", "1", "--template-memory", "1GiB"])?;
     let (images, from) = (cluster.path("cluster").join("worker/images"), format!("dir:{}", files.path().display()));
     let imported = cluster.ask(&["image", "--images", images.to_str().unwrap(), "import", &from]);
     Some((cluster, imported))
@@ -82,6 +82,41 @@ fn a_job_runs_in_machines_made_from_an_imported_image() {
     let job = cluster.submit(&cluster.spec(json!({ "count": 1 }), missing, json!({})));
     cluster.ended(&job);
     assert!(cluster.results(&job)[0]["message"].as_str().unwrap().contains("this worker has no image"), "{:?}", cluster.results(&job));
+    an_image_that_nobody_has(&cluster);
+    a_machine_that_is_too_large(&cluster, &digest);
     cluster.volley(&["image", "--images", images, "rm", &digest]).exits(0);
     assert_eq!(cluster.ask(&["image", "--images", images, "ls"]), json!([]));
+}
+
+/// Told when it is submitted, and after five tries the job's own fault.
+fn an_image_that_nobody_has(cluster: &Cluster) {
+    let task = json!({ "isolation": "microvm", "image": "dir:/nothing", "command": "true" });
+    let spec = cluster.spec(json!({ "count": 2 }), task, json!({}));
+    let planned = cluster.ask(&["plan", "--server", &spec]);
+    let warned = planned["warnings"].as_array().unwrap();
+    assert!(warned.len() == 1 && warned[0].as_str().unwrap().contains("has no image"), "{planned}");
+    let job = cluster.submit(&spec);
+    let ended = cluster.ended(&job);
+    assert_eq!((&ended["state"], &ended["exitCode"]), (&json!("failed"), &json!(1)), "{ended}");
+    assert!(ended["trouble"].as_str().unwrap().contains("this worker has no image \"dir:/nothing\""), "{ended}");
+    for row in cluster.results(&job) {
+        assert_eq!((&row["class"], &row["attempts"]), (&json!("input_missing"), &json!(5)), "{row}");
+    }
+    let said = cluster.ask(&["explain", &job, "0"]);
+    assert!(said["summary"].as_str().unwrap().ends_with("no other worker that was there had it either"), "{said}");
+    assert!(said["next"][0].as_str().unwrap().contains("volley image import"), "{said}");
+}
+
+/// Waits, and says for what, with the numbers.
+fn a_machine_that_is_too_large(cluster: &Cluster, image: &str) {
+    let task = json!({ "isolation": "microvm", "image": image, "command": "true", "resources": { "memory": "2GiB" } });
+    let job = cluster.submit(&cluster.spec(json!({ "count": 1 }), task, json!({})));
+    let said = cluster.ask(&["explain", &job, "0"]);
+    let reasons = said["workers"][0]["reasons"].as_array().unwrap();
+    assert!(
+        reasons.iter().any(|reason| reason.as_str().unwrap().contains("has room for machines of 1.0 GiB, the task's has 2.1 GiB")),
+        "{said}"
+    );
+    assert!(said["summary"].as_str().unwrap().contains("no worker could ever run this task"), "{said}");
+    cluster.volley(&["cancel", &job]).exits(0);
 }

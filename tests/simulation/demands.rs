@@ -66,6 +66,7 @@ pub fn submit(random: &mut Random, key: u64) -> Submit {
             isolation: Isolation::Process,
             labels: BTreeMap::new(),
             limits: false,
+            image: None,
         },
         retention: Retention {
             job_ms: random.one_in(3).then(|| random.below(60_000)),

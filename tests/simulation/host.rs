@@ -37,6 +37,9 @@ pub fn config(name: &WorkerId, slots: u32) -> CoreConfig {
         limits: true,
         build: "simulated".to_owned(),
         host: name.to_string(),
+        lacks: Vec::new(),
+        template_bytes: None,
+        images: None,
     };
     CoreConfig { worker: name.clone(), info, beat_ms: BEAT_MS, linger_ms: 5, unsent_bytes_max: 1 << 20, traced: true }
 }

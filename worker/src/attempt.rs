@@ -7,7 +7,7 @@ use minicbor::bytes::ByteVec;
 use volley_jobspecs::failure::FailureClass;
 use volley_jobspecs::ids::AttemptName;
 use volley_jobspecs::wire::plan::Isolation;
-use volley_jobspecs::wire::report::{AttemptEnd, Ending, MESSAGE_BYTES_MAX, Outputs, Stream, Timing, Usage};
+use volley_jobspecs::wire::report::{AttemptEnd, Cause, Ending, MESSAGE_BYTES_MAX, Outputs, Stream, Timing, Usage};
 use volley_jobspecs::wire::work::{At, AtStage, TemplateStage};
 
 use crate::trace::Stages;
@@ -77,6 +77,8 @@ pub struct Outcome {
     pub outputs: Option<Outputs>,
     /// Does it say nothing of this worker, whatever its class says of others?
     pub blameless: bool,
+    /// What kept it from beginning, where more is known than its class says.
+    pub cause: Option<Cause>,
     /// How long each stage took.
     pub stages: Stages,
 }
@@ -95,6 +97,7 @@ impl Outcome {
             stderr: None,
             outputs: None,
             blameless: false,
+            cause: None,
             stages: Stages::default(),
         }
     }
@@ -283,6 +286,7 @@ impl Attempt {
             stderr: outcome.stderr,
             outputs: outcome.outputs,
             blameless: outcome.blameless.then_some(true),
+            cause: outcome.cause,
         }
     }
 

@@ -163,6 +163,12 @@ impl Containers {
         Ok(containers)
     }
 
+    /// Its images.
+    #[must_use]
+    pub fn store(&self) -> &Store {
+        &self.store
+    }
+
     /// The image that a task runs in, its disk attached if it isn't.
     ///
     /// # Errors

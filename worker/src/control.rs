@@ -18,6 +18,8 @@ pub enum Wish {
 /// How a worker is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Status {
+    /// Is it known what it offers? Before, it may still find that it can't run.
+    pub opened: bool,
     /// Its life.
     pub incarnation: u64,
     /// Has a leader recorded it as joined?
@@ -48,6 +50,13 @@ impl Handle {
     /// Stop now: the second SIGTERM.
     pub fn stop(&self) {
         self.wish.send_replace(Some(Wish::Stop));
+    }
+
+    /// Waits until it is known what the worker offers; for ever, if it ends before.
+    pub async fn opened(&self) {
+        if self.status.clone().wait_for(|status| status.opened).await.is_err() {
+            std::future::pending::<()>().await;
+        }
     }
 
     /// How it is now.

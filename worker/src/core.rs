@@ -11,7 +11,7 @@ use std::collections::BTreeMap;
 
 use volley_jobspecs::ids::{AttemptName, BundleId, Incarnation, JobId, Term};
 use volley_jobspecs::wire::report::AttemptEnd;
-use volley_jobspecs::wire::work::{Beat, BeatAnswer, YOUNG_BUNDLE_MS_MAX};
+use volley_jobspecs::wire::work::{Beat, BeatAnswer, KeptMachine, YOUNG_BUNDLE_MS_MAX};
 
 use crate::attempt::{Attempt, Outcome, StopCause};
 use crate::bundle::HeldBundle;
@@ -88,6 +88,8 @@ pub struct Core {
     totals: Totals,
     /// Attempts that are told of once their end is in the log.
     kept: BTreeMap<(BundleId, u16), Kept>,
+    /// Machines of failed attempts; whatever life they failed in.
+    machines_kept: Vec<KeptMachine>,
 }
 
 impl Core {
@@ -113,6 +115,7 @@ impl Core {
             beat_out: false,
             totals: Totals::default(),
             kept: BTreeMap::new(),
+            machines_kept: Vec::new(),
             config,
         }
     }
@@ -188,12 +191,22 @@ impl Core {
                     }
                 }
             }
+            Input::Images(images) => {
+                if self.config.info.images != images {
+                    self.config.info.images = images;
+                    self.beat_at_ms = now_ms;
+                }
+            }
+            Input::KeptMachines(machines) => {
+                self.machines_kept = machines;
+                self.beat_at_ms = now_ms;
+            }
             Input::Drain => self.on_drain(now_ms),
             Input::Stop => self.on_stop(now_ms, out),
             Input::Born(incarnation) => {
                 if self.going == Going::Unborn {
-                    let totals = self.totals;
-                    *self = Self { totals, ..Self::new(self.config.clone(), incarnation, now_ms) };
+                    let (totals, machines_kept) = (self.totals, std::mem::take(&mut self.machines_kept));
+                    *self = Self { totals, machines_kept, ..Self::new(self.config.clone(), incarnation, now_ms) };
                 }
             }
             Input::Tick => {}
@@ -508,6 +521,7 @@ impl Core {
             draining: self.going != Going::On,
             leaving: matches!(self.going, Going::Leaving { .. }) && self.bundles.is_empty(),
             at: self.current.iter().flatten().map(|current| current.attempt.at(now_ms)).collect(),
+            kept: self.machines_kept.clone(),
         }
     }
 }

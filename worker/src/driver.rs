@@ -152,6 +152,7 @@ impl<B: Bus, O: Objects> Driver<B, O> {
                 () = sleep_until(wakeup), if wakeup.is_some() => self.feed(Input::Tick, None).await,
             }
             status.send_replace(Status {
+                opened: true,
                 incarnation: self.core.incarnation().0,
                 joined: self.core.is_joined(),
                 running: self.core.running(),

@@ -198,7 +198,7 @@ impl<B: Bus, O: Objects> Executor<B, O> {
             Some(Ok(())) => {}
             Some(Err(why)) => {
                 self.machine.distrust();
-                return Outcome { blameless: why.is_blameless(), ..Outcome::failed(why.class(), why.to_string()) };
+                return Outcome { blameless: why.is_blameless(), cause: why.cause(), ..Outcome::failed(why.class(), why.to_string()) };
             }
             None => {
                 self.machine.distrust();
@@ -456,6 +456,7 @@ fn outcome(exit: Result<Exit, ExecuteError>, prepared: &Prepared, kept: Kept, lo
         stderr: kept.stderr,
         outputs: kept.outputs,
         blameless,
+        cause: None,
         stages: Stages::default(),
     }
 }

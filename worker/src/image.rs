@@ -19,6 +19,7 @@ mod pack;
 pub mod registry;
 pub mod store;
 pub mod unpack;
+pub mod watch;
 
 pub use import::{ImportError, Limits, Source, import, remove, remove_name};
 pub use kernel::Kernel;

@@ -53,7 +53,7 @@ use tokio::sync::{mpsc, oneshot, watch};
 use tokio::task::JoinHandle;
 use tokio_util::task::AbortOnDropHandle;
 use volley_jobspecs::wire::plan::Isolation;
-use volley_jobspecs::wire::work::WorkerInfo;
+use volley_jobspecs::wire::work::{KeptMachine, Lack, WorkerInfo};
 
 pub use config::{Config, ContainerConfig, MachineConfig, ShareConfig};
 pub use control::{Control, Handle, Status, control};
@@ -83,9 +83,15 @@ pub async fn run<B: Bus, O: Objects>(
     control: Control,
 ) -> Result<(), RunError> {
     config.check()?;
-    let Offer { place, cgroups, limits, spawner, processes, containers, machines } = Offer::open(&mut config, spawner).await?;
+    let offer = Offer::open(&mut config, spawner).await?;
+    control.status.send_modify(|status| status.opened = true);
+    let images = offer.images();
+    let told = told_images(images.as_ref()).await;
+    let Offer { place, cgroups, limits, spawner, processes, containers, machines, lacks } = offer;
     let (events, receiver) = mpsc::channel(EVENTS_MAX);
+    let _images = images.map(|store| AbortOnDropHandle::new(tokio::spawn(tell_images(store, told.clone(), events.clone()))));
     let (watched, watching) = watch::channel(Arc::default());
+    let _kept = machines.as_ref().map(|machines| AbortOnDropHandle::new(tokio::spawn(tell_kept(machines.kept.watch(), events.clone()))));
     let inputs = Inputs::new(objects.clone(), place.dir.join("cache"), config.cache_bytes_max).map_err(|source| RunError::Dir {
         path: place.dir.clone(),
         what: "making its cache",
@@ -103,7 +109,8 @@ pub async fn run<B: Bus, O: Objects>(
         owner_per_slot: config.task_user_per_slot,
         stream_bytes_max: config.stream_bytes_max,
     };
-    let core = core_config(&config, limits);
+    let template_bytes = machines.is_some().then_some(config.machines.templates_bytes_max);
+    let core = core_config(&config, Offered { limits, lacks, template_bytes, images: told });
     let (work, watches) = (bus.work(&config.name).await?, bus.watches().await?);
     let (living, ended) = oneshot::channel();
     let told = tell_figures(&config, &control.status, ended);
@@ -157,8 +164,43 @@ pub fn run_on_nats(
     })
 }
 
-/// What the core is told of this worker. `limits`: they can be enforced.
-fn core_config(config: &Config, limits: bool) -> core::CoreConfig {
+/// What images there are, of a worker that needs any.
+async fn told_images(store: Option<&image::Store>) -> Option<Vec<u64>> {
+    let store = store?.clone();
+    tokio::task::spawn_blocking(move || image::watch::now(&store)).await.ok().flatten()
+}
+
+/// Tells which images there are, whenever that is something else than `told`.
+async fn tell_images(store: image::Store, told: Option<Vec<u64>>, events: mpsc::Sender<core::Input>) {
+    let tell = |images| {
+        let events = events.clone();
+        async move { events.send(core::Input::Images(images)).await.is_ok() }
+    };
+    image::watch::watch(store, told, tell).await;
+}
+
+/// Tells which machines are kept, whenever that changes.
+async fn tell_kept(mut kept: watch::Receiver<Vec<KeptMachine>>, events: mpsc::Sender<core::Input>) {
+    while kept.changed().await.is_ok() {
+        let machines = kept.borrow_and_update().clone();
+        if events.send(core::Input::KeptMachines(machines)).await.is_err() {
+            return;
+        }
+    }
+}
+
+/// What was found out about a host beyond what is configured.
+struct Offered {
+    /// Limits can be enforced.
+    limits: bool,
+    lacks: Vec<Lack>,
+    template_bytes: Option<u64>,
+    images: Option<Vec<u64>>,
+}
+
+/// What the core is told of this worker.
+fn core_config(config: &Config, offered: Offered) -> core::CoreConfig {
+    let Offered { limits, lacks, template_bytes, images } = offered;
     core::CoreConfig {
         worker: config.name.clone(),
         info: WorkerInfo {
@@ -171,6 +213,9 @@ fn core_config(config: &Config, limits: bool) -> core::CoreConfig {
             limits,
             build: config.build.clone(),
             host: config.host.clone(),
+            lacks,
+            template_bytes,
+            images,
         },
         beat_ms: config.beat_ms,
         linger_ms: config.linger_ms,

@@ -230,6 +230,12 @@ impl Machines {
         })
     }
 
+    /// Its images.
+    #[must_use]
+    pub fn store(&self) -> &Store {
+        &self.store
+    }
+
     /// The template that a task runs from, built if it isn't there.
     ///
     /// # Errors
@@ -369,7 +375,10 @@ async fn fitting(kernel: Kernel, vmm: Kind, dir: &Path) -> Result<Kernel, Kernel
 /// Opens the VMM, and says once which it is and why. One that can't be shut off is refused, unless that is allowed.
 async fn choose(config: &MachineConfig, spawner: MachineSpawner) -> Result<Arc<dyn Vmm>, MachinesError> {
     let programs = Programs { qemu: config.qemu.as_deref(), firecracker: config.firecracker.as_deref() };
-    let Chosen { vmm, why } = choice::open(config.vmm, &programs, spawner).await?;
+    let Chosen { vmm, why, unused } = choice::open(config.vmm, &programs, spawner).await?;
+    if let Some(unused) = unused {
+        tracing::warn!("{unused}");
+    }
     let capabilities = vmm.capabilities();
     let identity = &capabilities.identity;
     if capabilities.emulated {

@@ -1,20 +1,24 @@
 //! What a worker has to offer: which isolation tiers can be had on this host, and what each of them is made of.
 //!
-//! Owns the order in which that is found out, and what becomes of a tier that can't be had: machines that are offered and can't be made are
-//! an error, containers are left out and said to be, unless nothing else is offered. Does not own any tier (`runtime`).
+//! Owns the order in which that is found out, and what becomes of a tier that can't be had: it is left out, said once at the start, and told to
+//! the coordinator with the reason; it is an error where nothing else is offered, or where a VMM was asked for by name. Does not own any tier
+//! (`runtime`).
 
 use std::sync::Arc;
 
 use volley_jobspecs::wire::plan::Isolation;
+use volley_jobspecs::wire::work::Lack;
 
 use crate::cgroup::{CgroupError, Cgroups};
 use crate::config::Config;
 use crate::containers::{Containers, ContainersError};
 use crate::error::{RunError, chain};
-use crate::machines::Machines;
+use crate::image::Store;
+use crate::machines::{Machines, MachinesError};
 use crate::place::Place;
 use crate::spawner::Spawner;
 use crate::users;
+use crate::vmm::choice::Choice;
 
 /// What there is.
 pub struct Offer {
@@ -32,6 +36,8 @@ pub struct Offer {
     pub containers: Option<Arc<Containers>>,
     /// Machines, if they are offered.
     pub machines: Option<Arc<Machines>>,
+    /// What was to be offered and can't be had.
+    pub lacks: Vec<Lack>,
 }
 
 impl Offer {
@@ -54,23 +60,50 @@ impl Offer {
             Ok(containers) => (containers, without_users),
             Err(why) => (None, Some(why)),
         };
+        let mut lacks = Vec::new();
         if let Some(why) = refused {
-            config.isolation.retain(|tier| *tier != Isolation::Container);
-            if config.isolation.iter().all(|tier| *tier == Isolation::Null) {
-                return Err(why.into());
-            }
-            tracing::warn!("isolation \"container\" is not offered: {}", chain(&why));
+            lacks.push(lack(config, Isolation::Container, why)?);
         }
-        let machines = if with_machines {
-            let dir = place.dir.join("machines");
-            Some(Arc::new(Machines::open(&config.machines, &dir, config.slots, cgroups.clone()).await?))
+        let opened = if with_machines {
+            Machines::open(&config.machines, &place.dir.join("machines"), config.slots, cgroups.clone()).await.map(Some)
         } else {
-            None
+            Ok(None)
+        };
+        let machines = match opened {
+            Ok(machines) => machines.map(Arc::new),
+            // It was named, so it is meant.
+            Err(why @ MachinesError::Vmm(_)) if config.machines.vmm != Choice::Auto => return Err(why.into()),
+            Err(why) => {
+                lacks.push(lack(config, Isolation::Microvm, why)?);
+                None
+            }
         };
         // A machine limits what runs in it without any help of the host's.
         let limits = cgroups.is_some() || !on_host && machines.is_some();
-        Ok(Self { place, cgroups, limits, spawner, processes, containers, machines })
+        Ok(Self { place, cgroups, limits, spawner, processes, containers, machines, lacks })
     }
+
+    /// Its images, if it offers a tier that has any.
+    #[must_use]
+    pub fn images(&self) -> Option<Store> {
+        let (machines, containers) = (self.machines.as_ref(), self.containers.as_ref());
+        machines.map(|machines| machines.store()).or_else(|| containers.map(|containers| containers.store())).cloned()
+    }
+}
+
+/// Leaves a tier out that can't be had, and says so. An error where it was all there was to offer.
+fn lack<E>(config: &mut Config, tier: Isolation, why: E) -> Result<Lack, RunError>
+where
+    E: std::error::Error + 'static,
+    RunError: From<E>,
+{
+    config.isolation.retain(|other| *other != tier);
+    if config.isolation.iter().all(|tier| *tier == Isolation::Null) {
+        return Err(why.into());
+    }
+    let lack = Lack::new(tier, &chain(&why));
+    tracing::warn!("isolation \"{}\" is not offered, though it was asked for: {}", tier.as_str(), lack.why);
+    Ok(lack)
 }
 
 /// Containers never run as root on the host: where nobody was named, each slot has a user of its own. What is in the way, if anything.
@@ -143,4 +176,26 @@ async fn take_place(
         Ok((place, cgroups))
     });
     taken.await.unwrap_or_else(|e| Err(RunError::Predecessor(e.to_string())))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_tier_that_cant_be_had_is_left_out_unless_it_is_all() {
+        let config = |isolation: &[Isolation]| {
+            let mut config = Config::new("w".parse().unwrap(), "/nowhere".into());
+            config.isolation = isolation.to_vec();
+            config
+        };
+        let missing = || ContainersError::NotRoot;
+        let mut both = config(&[Isolation::Process, Isolation::Container]);
+        let left = lack(&mut both, Isolation::Container, missing()).unwrap();
+        assert_eq!((left.tier, left.why.as_str()), (Isolation::Container, missing().to_string().as_str()));
+        assert_eq!(both.isolation, [Isolation::Process]);
+        for alone in [&[Isolation::Container][..], &[Isolation::Null, Isolation::Container]] {
+            assert!(matches!(lack(&mut config(alone), Isolation::Container, missing()), Err(RunError::Containers(_))));
+        }
+    }
 }

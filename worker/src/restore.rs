@@ -6,6 +6,8 @@ use std::io;
 use std::path::PathBuf;
 
 use volley_jobspecs::failure::FailureClass;
+use volley_jobspecs::image;
+use volley_jobspecs::wire::report::Cause;
 
 use crate::cgroup::CgroupError;
 use crate::containers::RootError;
@@ -98,6 +100,8 @@ impl RestoreError {
             Self::Template(TemplateError::Build(why)) if matches!(**why, BuildError::Away(_)) => FailureClass::StorageFailed,
             // The job's own fault, on every worker: no other try, and nothing that speaks against the worker.
             Self::Template(TemplateError::Build(why)) if why.is_warm_up() => FailureClass::InputMissing,
+            // The same, on this worker; the coordinator gives it to none that it knows to be too small.
+            Self::Template(TemplateError::Build(why)) if matches!(**why, BuildError::TooLarge { .. }) => FailureClass::PolicyDenied,
             Self::Spawner(_)
             | Self::Limits(_)
             | Self::NotPrepared
@@ -122,15 +126,38 @@ impl RestoreError {
 }
 
 impl RestoreError {
+    /// What kept the task from beginning, where there is more to say than its class does.
+    #[must_use]
+    pub fn cause(&self) -> Option<Cause> {
+        match self {
+            Self::Root(RootError::Find(why)) | Self::Template(TemplateError::Image(why)) => match why {
+                FindError::Missing { text } => image::key(text).map(Cause::NoImage),
+                FindError::Name(_) | FindError::Several { .. } => Some(Cause::NoName),
+                FindError::Store(_) => None,
+            },
+            Self::Root(RootError::NoImage) | Self::Template(TemplateError::NoImage) => Some(Cause::NoName),
+            Self::Template(TemplateError::Build(why)) => match &**why {
+                BuildError::TooLarge { .. } => Some(Cause::TooLarge),
+                BuildError::NoRoom(_) | BuildError::Away(_) => None,
+                why if why.is_warm_up() => Some(Cause::WarmUp),
+                _ => Some(Cause::Build),
+            },
+            _ => None,
+        }
+    }
+
     /// Does it say nothing of this worker? An image that is not here may be nowhere: one wrong name must not take the worker from others. Its
     /// tasks are tried again all the same, elsewhere first.
     #[must_use]
     pub fn is_blameless(&self) -> bool {
-        matches!(
-            self,
-            Self::Root(RootError::Find(FindError::Missing { .. } | FindError::Several { .. }))
-                | Self::Template(TemplateError::Image(FindError::Missing { .. } | FindError::Several { .. }))
-        )
+        match self {
+            // Counted when it was built, where it was built.
+            Self::Template(TemplateError::Build(why)) => why.is_known(),
+            Self::Root(RootError::Find(why)) | Self::Template(TemplateError::Image(why)) => {
+                matches!(why, FindError::Missing { .. } | FindError::Several { .. })
+            }
+            _ => false,
+        }
     }
 }
 

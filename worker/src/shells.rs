@@ -6,7 +6,7 @@
 
 pub mod session;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use tokio_util::sync::CancellationToken;
@@ -22,6 +22,41 @@ pub const OF_ONE_MAX: usize = 8;
 pub const OF_ALL_MAX: usize = 64;
 /// The kind of terminal where nobody says one: the least that programs with windows work on.
 const TERM_DEFAULT: &str = "xterm";
+
+/// Machines that are gone and are still known: of more attempts than anybody looks into at once.
+const GONE_KEPT: usize = 1_024;
+
+/// Why a machine is not there any more.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Gone {
+    /// Its attempt ended, and it was not kept.
+    Task,
+    /// It was kept for so long.
+    Time,
+    /// Another one was kept in its place.
+    Room,
+    /// Somebody wanted it.
+    Asked,
+    /// Its worker leaves.
+    Leaves,
+    /// Its VMM ended.
+    Died,
+}
+
+impl Gone {
+    /// In words.
+    #[must_use]
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Task => "its task's command has ended",
+            Self::Time => "the time it was kept for is over",
+            Self::Room => "another failed task's machine was kept in its place, as there was no room for both",
+            Self::Asked => "somebody ended it (`volley exec --end`)",
+            Self::Leaves => "its worker is stopping",
+            Self::Died => "its VMM ended by itself or was killed",
+        }
+    }
+}
 
 /// As whom and where commands run in a machine.
 #[derive(Debug, Clone)]
@@ -46,11 +81,15 @@ struct Entry {
     closed: bool,
     /// Tells entries of one attempt apart.
     number: u64,
+    /// The machine is kept, and to end when this is called.
+    kept: Option<CancellationToken>,
 }
 
 #[derive(Debug, Default)]
 struct State {
     machines: BTreeMap<AttemptName, Entry>,
+    /// Those that are gone, the newest last.
+    gone: VecDeque<(AttemptName, Gone)>,
     open: usize,
     next: u64,
 }
@@ -65,6 +104,7 @@ pub struct Entered {
     shells: Shells,
     name: AttemptName,
     number: u64,
+    why: Gone,
 }
 
 /// A shell that may begin. Dropped, there is room for another.
@@ -93,11 +133,11 @@ impl Shells {
         let mut state = self.lock();
         state.next += 1;
         let number = state.next;
-        let entry = Entry { place, open: 0, over: CancellationToken::new(), closed: false, number };
+        let entry = Entry { place, open: 0, over: CancellationToken::new(), closed: false, number, kept: None };
         if let Some(older) = state.machines.insert(name, entry) {
             older.over.cancel();
         }
-        Entered { shells: self.clone(), name, number }
+        Entered { shells: self.clone(), name, number, why: Gone::Task }
     }
 
     /// May this one begin? Otherwise what is answered.
@@ -113,10 +153,11 @@ impl Shells {
         }
         let guest = state.machines.get(&open.name).filter(|entry| !entry.closed).and_then(|entry| entry.place.guest.upgrade());
         let (Some(guest), Some(entry)) = (guest, state.machines.get_mut(&open.name)) else {
-            return Err(no(
-                Refused::NotHere,
-                "its worker has no machine of it: its command has not begun, or it ended and the machine was not kept",
-            ));
+            let text = match state.why(&open.name) {
+                Some(why) => format!("its machine is gone: {}", why.as_str()),
+                None => "its worker has no machine of it: its command has not begun, or it ended and the machine was not kept".to_owned(),
+            };
+            return Err(no(Refused::NotHere, &text));
         };
         if entry.open >= OF_ONE_MAX {
             return Err(no(Refused::TooMany, &format!("{OF_ONE_MAX} shells are open in this machine, the most; end one")));
@@ -125,6 +166,24 @@ impl Shells {
         let (exec, over, number) = (exec(&entry.place, open), entry.over.clone(), entry.number);
         state.open += 1;
         Ok(Permit { shells: self.clone(), name: open.name, number, guest, exec, over })
+    }
+
+    /// Ends a machine that is kept. Otherwise what is answered.
+    ///
+    /// # Errors
+    /// [`Opened::No`].
+    pub fn end(&self, name: &AttemptName) -> Result<(), Opened> {
+        let state = self.lock();
+        let no = |kind, text: String| Err(Opened::No { kind, text });
+        match (state.machines.get(name), state.why(name)) {
+            (Some(Entry { kept: Some(end), .. }), _) => {
+                end.cancel();
+                Ok(())
+            }
+            (Some(_), _) => no(Refused::BadRequest, "its task still runs in it; `volley cancel` ends the job with its machines".to_owned()),
+            (None, Some(why)) => no(Refused::NotHere, format!("its machine is gone: {}", why.as_str())),
+            (None, None) => no(Refused::NotHere, "its worker keeps no machine of it".to_owned()),
+        }
     }
 
     /// How many are open.
@@ -156,11 +215,35 @@ impl Entered {
         }
     }
 
-    /// Lets them begin again.
-    pub fn reopen(&self) {
+    /// Lets them begin again: the machine is kept. What is returned is cancelled when somebody wants it to end.
+    #[must_use]
+    pub fn reopen(&self) -> CancellationToken {
+        let end = CancellationToken::new();
         if let Some(entry) = self.shells.lock().machines.get_mut(&self.name).filter(|entry| entry.number == self.number) {
             entry.closed = false;
+            entry.kept = Some(end.clone());
         }
+        end
+    }
+
+    /// It is about to go, for this reason.
+    pub fn goes(&mut self, why: Gone) {
+        self.why = why;
+    }
+}
+
+impl State {
+    /// Why an attempt's machine is gone, if that is still known.
+    fn why(&self, name: &AttemptName) -> Option<Gone> {
+        self.gone.iter().rev().find(|(other, _)| other == name).map(|(_, why)| *why)
+    }
+}
+
+impl Permit {
+    /// Why the shell is to end.
+    #[must_use]
+    pub fn why(&self) -> Gone {
+        self.shells.lock().why(&self.name).unwrap_or(Gone::Task)
     }
 }
 
@@ -170,6 +253,10 @@ impl Drop for Entered {
         if state.machines.get(&self.name).is_some_and(|entry| entry.number == self.number)
             && let Some(entry) = state.machines.remove(&self.name)
         {
+            if state.gone.len() >= GONE_KEPT {
+                state.gone.pop_front();
+            }
+            state.gone.push_back((self.name, self.why));
             entry.over.cancel();
         }
     }
@@ -216,7 +303,7 @@ mod tests {
     }
 
     fn open(number: u32) -> Open {
-        Open { name: name(number), session: SessionId::new([0; 16]), argv: Vec::new(), tty: None, term: None }
+        Open { name: name(number), session: SessionId::new([0; 16]), argv: Vec::new(), tty: None, term: None, end: false }
     }
 
     async fn guest() -> Arc<Guest> {
@@ -248,15 +335,20 @@ mod tests {
         entered.close();
         assert!(first.over.is_cancelled());
         assert_eq!(kind(shells.open(&open(1))), Some(Refused::NotHere));
-        entered.reopen();
+        assert!(matches!(shells.end(&name(1)), Err(Opened::No { kind: Refused::BadRequest, .. })), "its task still runs");
+        let end = entered.reopen();
+        assert!(shells.end(&name(1)).is_ok() && end.is_cancelled());
         let tty = Open { tty: Some(Tty { rows: 1, cols: 1 }), argv: vec!["ls".into()], ..open(1) };
         let second = shells.open(&tty).unwrap_or_else(|no| panic!("{no:?}"));
         assert!(!second.over.is_cancelled());
         assert_eq!(second.exec.env.last().map(|(_, term)| term.as_str()), Some("xterm"));
         assert_eq!(shells.count(), 2);
+        let mut entered = entered;
+        entered.goes(Gone::Time);
         drop(entered);
-        assert!(second.over.is_cancelled());
-        assert_eq!(kind(shells.open(&open(1))), Some(Refused::NotHere));
+        assert!(second.over.is_cancelled() && second.why() == Gone::Time);
+        let no = |said: Result<(), Opened>| matches!(said, Err(Opened::No { kind: Refused::NotHere, text }) if text.ends_with(Gone::Time.as_str()));
+        assert!(no(shells.open(&open(1)).map(drop)) && no(shells.end(&name(1))));
         drop((first, second));
         assert_eq!(shells.count(), 0);
         let _entered = shells.enter(name(1), place(&guest));

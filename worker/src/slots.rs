@@ -153,7 +153,15 @@ mod tests {
     use volley_jobspecs::wire::plan::Isolation;
 
     fn needs(cpu_milli: u32) -> Needs {
-        Needs { cpu_milli, memory_bytes: 0, disk_bytes: 0, isolation: Isolation::Null, labels: Default::default(), limits: false }
+        Needs {
+            cpu_milli,
+            memory_bytes: 0,
+            disk_bytes: 0,
+            isolation: Isolation::Null,
+            labels: Default::default(),
+            limits: false,
+            image: None,
+        }
     }
 
     fn id(place: u32) -> BundleId {

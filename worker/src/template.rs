@@ -27,6 +27,7 @@ use std::time::{Duration, Instant};
 use futures::FutureExt;
 use futures::future::{BoxFuture, Shared};
 use tokio::sync::watch;
+use volley_jobspecs::subjects::TEMPLATES_KEPT_MS;
 use volley_jobspecs::wire::work::TemplateStage;
 
 use crate::vmm::Snapshot;
@@ -39,8 +40,11 @@ pub use build::{BuildError, Builder, last_lines};
 pub use recipe::{Owner, Recipe, TemplateName, WarmUp};
 pub use shelf::NoRoom;
 
-/// How long a failed build stands for all who ask. Tasks of one job ask at once, and again and again; each try takes a machine's whole boot.
-const FAILURE_KEPT: Duration = Duration::from_secs(15);
+/// How long a build stands for all who ask that failed by what it was made of. Tasks of one job ask at once, and again and again, and each
+/// build takes a machine's whole boot, or all the time that a build may take. As long on other workers (`template/lease`).
+const FAILURE_KEPT: Duration = Duration::from_millis(TEMPLATES_KEPT_MS);
+/// How long one stands that failed by this host alone, or for want of an answer: it may be well again soon.
+const TROUBLE_KEPT: Duration = Duration::from_secs(15);
 
 /// A template in memory.
 #[derive(Debug)]
@@ -157,12 +161,12 @@ impl Templates {
                     state.shelf.touch(&name);
                     return Ok(template.clone());
                 }
-                Some(Place::Failed(why, at)) if at.elapsed() < FAILURE_KEPT => return Err(why.clone()),
+                Some(Place::Failed(why, at)) if at.elapsed() < kept(why) => return Err(Arc::new(remembered(why, at.elapsed()))),
                 Some(Place::Building(building)) => building.clone(),
                 Some(Place::Failed(..)) | None => {
                     // What is fetched takes less than what is built, and which of them it is turns out later.
                     if self.sharing.is_none() {
-                        make_room(state, &name, recipe.size.memory_bytes).map_err(|why| Arc::new(BuildError::NoRoom(why)))?;
+                        make_room(state, &name, recipe.size.memory_bytes).map_err(|why| Arc::new(why.into()))?;
                     }
                     let building = self.begin(name, recipe.clone(), build());
                     state.places.insert(name, Place::Building(building.clone()));
@@ -214,7 +218,7 @@ impl Templates {
                     state.shelf.remove(&name);
                     match *why {
                         // There is room again as soon as a machine ends.
-                        BuildError::NoRoom(_) => state.places.remove(&name),
+                        BuildError::NoRoom(_) | BuildError::TooLarge { .. } => state.places.remove(&name),
                         _ => state.places.insert(name, Place::Failed(why.clone(), Instant::now())),
                     };
                     Err(why)
@@ -258,6 +262,17 @@ impl Templates {
     }
 }
 
+/// How long a failure stands.
+fn kept(why: &BuildError) -> Duration {
+    if why.is_recipes() { FAILURE_KEPT } else { TROUBLE_KEPT }
+}
+
+/// What who asks later is told of a failure.
+fn remembered(why: &BuildError, ago: Duration) -> BuildError {
+    let for_s = kept(why).saturating_sub(ago).as_secs().max(1);
+    BuildError::Remembered { ago_s: ago.as_secs(), for_s, reason: why.brief(), warm_up: why.is_warm_up() }
+}
+
 /// Is a template held by a machine, a pool, or a build?
 fn in_use(places: &BTreeMap<TemplateName, Place>, name: &TemplateName) -> bool {
     match places.get(name) {
@@ -271,7 +286,7 @@ fn in_use(places: &BTreeMap<TemplateName, Place>, name: &TemplateName) -> bool {
 fn make_room(state: &mut State, name: &TemplateName, bytes: u64) -> Result<(), NoRoom> {
     let State { shelf, places } = state;
     // Failures that nobody asks for any more.
-    places.retain(|_, place| !matches!(place, Place::Failed(_, at) if at.elapsed() >= FAILURE_KEPT));
+    places.retain(|_, place| !matches!(place, Place::Failed(why, at) if at.elapsed() >= kept(why)));
     for (name, place) in &*places {
         if let Place::Ready(template) = place {
             shelf.grown(name, template.bytes());
@@ -362,12 +377,13 @@ mod tests {
             assert!(text.contains(if hangs { "did not end within" } else { "it is broken" }), "{text}");
             // Who asks soon after is told the same, and nothing is built for it.
             let again = ask_at_once(&templates, &recipe, &vmm).await;
-            assert!(again.iter().all(|why| Arc::ptr_eq(why, &all[0])));
+            let known = |why: &Arc<BuildError>| matches!(&**why, BuildError::Remembered { reason, .. } if *reason == all[0].brief());
+            assert!(again.iter().all(known), "{}", again[0]);
             assert_eq!((vmm.boots.load(Ordering::SeqCst), templates.bytes()), (1, 0));
         }
         // One larger than all the room there is.
         let all = ask_at_once(&Templates::new(1), &recipe, &broken(&recipe, false)).await;
-        assert!(matches!(*all[0], BuildError::NoRoom(_)), "{}", all[0]);
+        assert!(matches!(*all[0], BuildError::TooLarge { bytes_max: 1, .. }), "{}", all[0]);
     }
 
     #[tokio::test]

@@ -17,17 +17,23 @@ use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
 use volley_jobspecs::api::{ClusterView, ErrorBody};
 use volley_jobspecs::subjects::{LEASE_BUCKET, LEASE_KEY};
+use volley_jobspecs::wire::plan::Isolation;
 
 use super::App;
 use super::auth::Caller;
 use super::error::ApiError;
 use super::extract::QueryOf;
 use super::views;
+use crate::state;
 
 /// How long readiness and gauges may wait for NATS.
 const NATS_WAIT: Duration = Duration::from_secs(2);
 /// Records a coordinator may be behind and still be ready: less than a second of work.
 const LAG_MAX: u64 = 1_000;
+/// Lines about what workers lack: hosts that are made alike lack it for the same reason.
+const LACKS_MAX: usize = 20;
+/// Workers named in one of them; `volley workers` shows all.
+const WORKERS_NAMED: usize = 3;
 
 /// The cluster, as this coordinator sees it.
 #[utoipa::path(get, path = "/v1/cluster", operation_id = "getCluster", tag = "cluster", responses((status = 200, body = ClusterView), (status = 503, body = ErrorBody)))]
@@ -35,7 +41,7 @@ pub async fn cluster(State(app): State<Arc<App>>, _caller: Caller, query: QueryO
     query.only(&[])?;
     let bounds = app.handle.log().bounds().await;
     let (_, _, log_bytes, log_bytes_max) = bounds.map_err(|error| ApiError::unavailable(error.to_string()))?;
-    let head = app.handle.read(|state, _, _| state.head.clone()).await?;
+    let (head, lacks) = app.handle.read(|state, _, _| (state.head.clone(), lacks(state))).await?;
     Ok(Json(ClusterView {
         id: app.cluster.clone(),
         version: env!("CARGO_PKG_VERSION").to_owned(),
@@ -46,8 +52,26 @@ pub async fn cluster(State(app): State<Arc<App>>, _caller: Caller, query: QueryO
         log_bytes,
         log_bytes_max: u64::try_from(log_bytes_max).ok(),
         features: features(&app),
+        lacks,
         bucket: app.store.url(""),
     }))
+}
+
+/// What workers were to offer and can't: a line for each reason, with those who give it.
+fn lacks(state: &state::State) -> Vec<String> {
+    let mut by_reason: BTreeMap<(Isolation, &str), Vec<&str>> = BTreeMap::new();
+    for (name, worker) in &state.workers {
+        for lack in &worker.info.lacks {
+            by_reason.entry((lack.tier, &lack.why)).or_default().push(name.as_str());
+        }
+    }
+    let line = |((tier, why), names): ((Isolation, &str), Vec<&str>)| {
+        let named = names.get(..names.len().min(WORKERS_NAMED)).unwrap_or_default().join(", ");
+        let more = names.len().saturating_sub(WORKERS_NAMED);
+        let more = if more > 0 { format!(" and {more} more") } else { String::new() };
+        format!("{} on {named}{more}: {why}", tier.as_str())
+    };
+    by_reason.into_iter().take(LACKS_MAX).map(line).collect()
 }
 
 fn features(app: &App) -> Vec<String> {

@@ -77,12 +77,35 @@ pub async fn exec(
     let session = new_session()?;
     let frames = app.handle.client().subscribe(subjects::shell_from_worker(&worker, &session)).await;
     let frames = frames.map_err(|error| ApiError::unavailable(format!("NATS refused a subscription for a shell: {error}")))?;
-    let open = Open { name, session, argv: wish.argv, tty: wish.tty, term: wish.term };
+    let open = Open { name, session, argv: wish.argv, tty: wish.tty, term: wish.term, end: false };
     ask(&app, &worker, &open).await?;
     tracing::info!(job = %id, task = index, attempt = name.number, principal = caller.principal, "a shell was opened");
     let relay = Relay { revoked: caller.revoked(&app), app, to: subjects::shell_to_worker(&worker, &session), places };
     let upgrade = upgrade.max_message_size(FRAME_BYTES_MAX).max_frame_size(FRAME_BYTES_MAX);
     Ok(upgrade.on_upgrade(move |socket| relay.run(socket, frames)))
+}
+
+/// Ends the machine of a failed attempt that is kept (`task.keepFailed`), with whatever is run in it. Without `attempt`: of the last one.
+#[utoipa::path(delete, path = "/v1/jobs/{job}/tasks/{index}/exec", operation_id = "endKeptMachine", tag = "tasks",
+    params(("job" = String, Path, description = "The job"), ("index" = u32, Path, description = "The task, from 0"),
+        ("attempt" = Option<u32>, Query, description = "Of this attempt, from 1")),
+    responses((status = 204), (status = 400, body = ErrorBody), (status = 404, body = ErrorBody),
+        (status = 409, description = "None is kept", body = ErrorBody), (status = 503, body = ErrorBody)))]
+pub async fn end(
+    State(app): State<Arc<App>>,
+    caller: Caller,
+    PathOf((job, index)): PathOf<(String, String)>,
+    query: QueryOf,
+) -> Result<StatusCode, ApiError> {
+    let query = query.only(&["attempt"])?;
+    let number = query.parse::<u32>("attempt", "a number from 1")?;
+    let (id, index) = (job_id(&job)?, task_index(&index)?);
+    let (name, worker) = machine(&app, &caller, id, index, number).await?;
+    // What an older worker runs instead does nothing.
+    let open = Open { name, session: new_session()?, argv: vec!["true".to_owned()], tty: None, term: None, end: true };
+    ask(&app, &worker, &open).await?;
+    tracing::info!(job = %id, task = index, attempt = name.number, principal = caller.principal, "a machine that was kept was ended");
+    Ok(StatusCode::NO_CONTENT)
 }
 
 fn session_place(app: &App) -> Result<OwnedSemaphorePermit, ApiError> {

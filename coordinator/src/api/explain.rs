@@ -9,6 +9,7 @@ use axum::Json;
 use axum::extract::State;
 use volley_jobspecs::api::{ErrorBody, Explanation};
 use volley_jobspecs::ids::{JobId, WorkerId};
+use volley_jobspecs::wire::report::Cause;
 
 use super::auth::Caller;
 use super::error::ApiError;
@@ -41,7 +42,8 @@ pub async fn task(
         return Ok(Json(ended::task(&task)));
     }
     let failed_on = attempts.last().map(|(_, row)| row.worker.clone());
-    waiting(&app, failed_on, move |state, heard| explain(state, id, index, heard)).await
+    let cause = attempts.last().and_then(|(_, row)| row.end.cause);
+    waiting(&app, (failed_on, cause), move |state, heard| explain(state, id, index, heard)).await
 }
 
 /// Says why a job does not go on, or why it ended as it did.
@@ -59,17 +61,17 @@ pub async fn job(
     if progress.ended_ms.is_some() {
         return Ok(Json(ended::job(id, &facts, &progress)));
     }
-    waiting(&app, None, move |state, heard| explain_job(state, id, heard)).await
+    waiting(&app, (None, None), move |state, heard| explain_job(state, id, heard)).await
 }
 
 async fn waiting(
     app: &App,
-    failed_on: Option<WorkerId>,
+    (failed_on, cause): (Option<WorkerId>, Option<Cause>),
     explain: impl FnOnce(&state::State, &Heard) -> Explanation + Send + 'static,
 ) -> Result<Json<Explanation>, ApiError> {
     let read = move |state: &state::State, leader: Option<&Leader>, now_ms: u64| {
         let all = |leader: &Leader| state.workers.keys().filter_map(|name| Some((name.clone(), leader.heard(name, now_ms)?))).collect();
-        explain(state, &Heard { workers: leader.map(all).unwrap_or_default(), failed_on })
+        explain(state, &Heard { workers: leader.map(all).unwrap_or_default(), failed_on, cause })
     };
     Ok(Json(app.handle.read(read).await?))
 }

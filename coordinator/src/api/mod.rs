@@ -146,7 +146,7 @@ fn routes() -> OpenApiRouter<Arc<App>> {
         .routes(routes!(results::results))
         .routes(routes!(logs::task))
         .routes(routes!(logs::job))
-        .routes(routes!(exec::exec))
+        .routes(routes!(exec::exec, exec::end))
         .routes(routes!(outputs::list))
         .routes(routes!(outputs::get))
         .routes(routes!(events::events))

@@ -3,6 +3,7 @@
 //! Owns the order: read, validate, look for the key, cut the items' file, store a large spec, record. Nothing of a job exists before
 //! its record is applied; pages and specs stored before that have a name of their own, and are collected if no job comes to name it.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use axum::Json;
@@ -13,7 +14,7 @@ use axum::response::{IntoResponse, Response};
 use serde_json::{Value, json};
 use volley_jobspecs::api::{ErrorBody, IDEMPOTENCY_HEADER, PlanAnswer, SubmitAnswer};
 use volley_jobspecs::expand::{FileFormat, ItemFile};
-use volley_jobspecs::ids::JobId;
+use volley_jobspecs::ids::{JobId, WorkerId};
 use volley_jobspecs::keys;
 use volley_jobspecs::observe::is_recorded;
 use volley_jobspecs::pages::{LoadedPage, Page};
@@ -25,7 +26,7 @@ use volley_jobspecs::validate::{Features, ValidJob};
 use volley_jobspecs::wire::plan::{self, SPEC_INLINE_BYTES_MAX, SpecRef};
 use volley_jobspecs::wire::record::Submit;
 use volley_jobspecs::wire::trace::{HEADER, TraceContext};
-use volley_jobspecs::wire::{LEVEL_KEEPING, LEVEL_ROUNDS};
+use volley_jobspecs::wire::{LEVEL_KEEPING, LEVEL_OFFERS, LEVEL_ROUNDS};
 use volley_store::{Store, StoreConfig};
 
 use super::App;
@@ -38,6 +39,7 @@ use crate::io::items::{self as file_items, Counted, ItemsError};
 use crate::items::{self, Readable, Source, SourceError};
 use crate::state::effects::{Answer, Refusal};
 use crate::state::rows;
+use crate::state::worker::Worker;
 use crate::trace;
 use crate::uploads::ANY;
 
@@ -142,7 +144,10 @@ async fn record(app: &App, caller: &Caller, job: &ValidJob, key: Option<String>,
         }
     };
     let tasks = tasks.ok_or_else(|| ApiError::bad_spec("$.items", "can't be counted"))?;
-    let plan = plan::JobPlan { items: pages, ..plan(job, tasks) };
+    let mut plan = plan::JobPlan { items: pages, ..plan(job, tasks) };
+    if level < LEVEL_OFFERS {
+        plan.needs.image = None;
+    }
     let spec = spec_ref(app, job, &spec_hash, name(&spec_hash)).await?;
     let actor = caller.submitter(random_hex(16)?);
     let idempotency_key = match key {
@@ -247,17 +252,29 @@ fn idempotency_key(headers: &HeaderMap) -> Result<Option<String>, ApiError> {
 /// What specs may use: what this build can do, and the tiers that workers offer.
 async fn features(app: &App) -> Result<Features, ApiError> {
     let mut features = app.features.clone();
-    let offered = app.handle.read(|state, _, _| {
-        let tiers = state.workers.values().flat_map(|worker| worker.info.isolation.iter().copied());
-        tiers.collect::<std::collections::BTreeSet<_>>()
+    let workers = app.handle.read(|state, _, _| {
+        let workers = state.workers.iter();
+        let tiers = workers.clone().flat_map(|(_, worker)| worker.info.isolation.iter().copied()).collect::<BTreeSet<_>>();
+        let lack = |(name, worker): (&WorkerId, &Worker)| {
+            let of_worker = worker.info.lacks.iter().map(|lack| (lack.tier, format!("worker {name} can't offer it: {}", lack.why)));
+            of_worker.collect::<Vec<_>>()
+        };
+        // One is enough to see what is wrong; `volley cluster` lists all.
+        (tiers, workers.flat_map(lack).collect::<BTreeMap<_, _>>())
     });
-    features.isolation.extend(offered.await?.into_iter().map(|tier| match tier {
+    let (offered, lacks) = workers.await?;
+    features.isolation.extend(offered.into_iter().map(of_spec));
+    features.why_not.extend(lacks.into_iter().map(|(tier, why)| (of_spec(tier), why)));
+    Ok(features)
+}
+
+fn of_spec(tier: plan::Isolation) -> Isolation {
+    match tier {
         plan::Isolation::Null => Isolation::Null,
         plan::Isolation::Process => Isolation::Process,
         plan::Isolation::Container => Isolation::Container,
         plan::Isolation::Microvm => Isolation::Microvm,
-    }));
-    Ok(features)
+    }
 }
 
 /// The job that the key made before. Looked for before anything is read or stored; asked again when the record is applied.

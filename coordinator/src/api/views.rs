@@ -2,16 +2,16 @@
 //!
 //! Owns the translation of jobs, tasks, attempts, results and workers. Pure. Does not own the shapes (`volley_jobspecs::api`).
 
-use volley_jobspecs::api::{AttemptView, JobView, ResultRow, TaskState, TaskView, TemplateView, WorkerView};
+use volley_jobspecs::api::{AttemptView, JobView, KeptView, ResultRow, TaskState, TaskView, TemplateView, WorkerView};
 use volley_jobspecs::failure::FailureClass;
 use volley_jobspecs::ids::{AttemptName, JobId, WorkerId};
 use volley_jobspecs::keys;
 use volley_jobspecs::wire::report::{AttemptEnd, Ending, Stream};
-use volley_jobspecs::wire::work::TemplateStage;
+use volley_jobspecs::wire::work::{KeptMachine, TemplateStage};
 
 use crate::leader::HeardOf;
 use crate::state::effects::{AttemptRow, ResultEntry};
-use crate::state::job::{Facts, Progress};
+use crate::state::job::{Facts, Progress, Trouble};
 use crate::state::task::{Cell, Phase};
 use crate::state::worker::Worker;
 use crate::trace;
@@ -42,6 +42,7 @@ pub fn job(id: JobId, facts: &Facts, progress: &Progress, url: &dyn Fn(&str) -> 
         tenant: facts.tenant.to_string(),
         state: progress.state(plan.tasks),
         reason: progress.reason.clone(),
+        trouble: progress.trouble.as_ref().map(trouble),
         tasks: progress.counts(plan.tasks),
         failures: counted,
         labels: plan.labels.clone(),
@@ -54,6 +55,17 @@ pub fn job(id: JobId, facts: &Facts, progress: &Progress, url: &dyn Fn(&str) -> 
         objects: url(&keys::job_prefix(id)),
         trace_id: trace::id_of(facts),
         templates: Vec::new(),
+    }
+}
+
+/// What kept tasks from beginning, in a line.
+#[must_use]
+pub fn trouble(trouble: &Trouble) -> String {
+    let Trouble { text, worker, since_ms, attempts, .. } = trouble;
+    let since = instant(*since_ms);
+    match attempts {
+        1 => format!("an attempt could not begin, on worker {worker} at {since}: {text}"),
+        more => format!("{more} attempts could not begin, the first on worker {worker} at {since}: {text}"),
     }
 }
 
@@ -227,6 +239,11 @@ pub fn undecided(class: Option<FailureClass>, reason: Option<&str>) -> Option<St
     })
 }
 
+fn kept(machine: &KeptMachine) -> KeptView {
+    let AttemptName { job, index, number, .. } = machine.name;
+    KeptView { job: job.to_string(), task: index, attempt: number, until: instant(machine.until_ms), memory_bytes: machine.memory_bytes }
+}
+
 /// Silence after which a worker is shown as silent, in milliseconds: two beats were missed.
 pub const SILENT_AFTER_MS: u64 = 7_000;
 
@@ -250,6 +267,8 @@ pub fn worker(name: &WorkerId, worker: &Worker, now_ms: u64, heard: Option<&Hear
         memory_bytes: info.memory_bytes,
         disk_bytes: info.disk_bytes,
         isolation: info.isolation.iter().map(|tier| tier.as_str().to_owned()).collect(),
+        lacks: info.lacks.iter().map(|lack| (lack.tier.as_str().to_owned(), lack.why.clone())).collect(),
+        kept: heard.map(|heard| heard.kept.iter().map(kept).collect()).unwrap_or_default(),
         labels: info.labels.clone(),
         silent_ms: heard.map(|heard| heard.silent_ms),
         build: info.build.clone(),
@@ -289,7 +308,7 @@ mod tests {
         };
         let building = Some(TemplateStage::Building);
         let all = vec![at(1, 0, building, 500), at(1, 1, building, 700), at(1, 2, None, 1), at(2, 0, building, 1)];
-        let heard = HeardOf { silent_ms: 100, draining: false, at: all };
+        let heard = HeardOf { silent_ms: 100, at: all, ..HeardOf::default() };
         let worker: WorkerId = "w".parse().unwrap();
         let view = TemplateView { worker: "w".to_owned(), step: "building template".to_owned(), for_ms: 800, tasks: 2 };
         assert_eq!(templates(JobId(1), &worker, &heard), [view]);

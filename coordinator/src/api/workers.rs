@@ -7,18 +7,19 @@ use std::sync::Arc;
 use axum::Json;
 use axum::extract::State;
 use axum::http::StatusCode;
-use volley_jobspecs::api::{ErrorBody, WorkerView};
-use volley_jobspecs::ids::WorkerId;
+use volley_jobspecs::api::{ErrorBody, KeptView, WorkerView};
+use volley_jobspecs::ids::{JobId, WorkerId};
 use volley_jobspecs::wire::record::{Control, Verb};
 
 use super::auth::{Caller, random_hex};
 use super::error::ApiError;
 use super::extract::{PathOf, QueryOf};
 use super::{App, views};
+use crate::state::rows;
 
 /// Lists the workers that have joined and were not lost.
 #[utoipa::path(get, path = "/v1/workers", operation_id = "listWorkers", tag = "workers", responses((status = 200, body = Vec<WorkerView>), (status = 401, body = ErrorBody)))]
-pub async fn list(State(app): State<Arc<App>>, _caller: Caller, query: QueryOf) -> Result<Json<Vec<WorkerView>>, ApiError> {
+pub async fn list(State(app): State<Arc<App>>, caller: Caller, query: QueryOf) -> Result<Json<Vec<WorkerView>>, ApiError> {
     query.only(&[])?;
     let views = app.handle.read(|state, leader, now_ms| {
         let view = |(name, worker)| {
@@ -27,7 +28,23 @@ pub async fn list(State(app): State<Arc<App>>, _caller: Caller, query: QueryOf) 
         };
         state.workers.iter().map(view).collect::<Vec<_>>()
     });
-    Ok(Json(views.await?))
+    let mut views = views.await?;
+    for view in &mut views {
+        let mut seen = Vec::new();
+        for kept in std::mem::take(&mut view.kept) {
+            if sees(&app, &caller, &kept)? {
+                seen.push(kept);
+            }
+        }
+        view.kept = seen;
+    }
+    Ok(Json(views))
+}
+
+/// May the caller know of it? Workers are everybody's, jobs are not.
+fn sees(app: &App, caller: &Caller, kept: &KeptView) -> Result<bool, ApiError> {
+    let Ok(job) = kept.job.parse::<JobId>() else { return Ok(false) };
+    Ok(rows::facts(app.handle.rows(), job)?.is_some_and(|facts| caller.sees(&facts.tenant)))
 }
 
 async fn set(app: &App, caller: &Caller, worker: &str, on: bool) -> Result<StatusCode, ApiError> {

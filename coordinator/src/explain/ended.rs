@@ -7,7 +7,7 @@ use volley_jobspecs::failure::FailureClass;
 use volley_jobspecs::ids::JobId;
 use volley_jobspecs::units;
 use volley_jobspecs::wire::plan::Isolation;
-use volley_jobspecs::wire::report::{Ending, Timing};
+use volley_jobspecs::wire::report::{Cause, Ending, Timing};
 
 use super::only;
 use crate::api::views;
@@ -18,6 +18,9 @@ use crate::state::task::{Cell, Phase};
 
 /// Tries that are named one by one, the last ones: `volley task` lists all.
 const TRIES_SHOWN: usize = 5;
+
+/// Said of an image that was looked for on the last worker.
+const NOWHERE: &str = "; no other worker that was there had it either";
 
 /// A task that has ended.
 #[derive(Debug, Clone, Copy)]
@@ -47,7 +50,9 @@ pub fn task(task: &EndedTask<'_>) -> Explanation {
         (Phase::Succeeded, ..) => only("the task succeeded".to_owned()),
         (Phase::Failed, Some(class), Some(row)) if class != FailureClass::QueueTimeout => {
             let what = row.end.message.as_deref().unwrap_or("no more is known");
-            only(format!("the task failed in try {} on worker {}: {class}, {what}", cell.number, row.worker))
+            let nowhere =
+                if class == FailureClass::InputMissing && matches!(row.end.cause, Some(Cause::NoImage(_))) { NOWHERE } else { "" };
+            only(format!("the task failed in try {} on worker {}: {class}, {what}{nowhere}", cell.number, row.worker))
         }
         (_, class, _) => {
             only(format!("the task was {}", views::undecided(class, progress.reason.as_deref()).unwrap_or_else(|| "ended".to_owned())))
@@ -56,7 +61,7 @@ pub fn task(task: &EndedTask<'_>) -> Explanation {
     explanation.details = details(task, class);
     explanation.next = match class {
         None => vec![format!("`volley outputs get {job} {index}` fetches its files, `volley logs {job} {index}` shows what it wrote")],
-        Some(class) => next(job, index, class, decided.is_some(), task.facts.plan.needs.isolation),
+        Some(class) => next((job, index), class, task.facts.plan.needs.isolation, decided),
     };
     explanation
 }
@@ -131,9 +136,10 @@ fn decided_by(task: &EndedTask<'_>, class: FailureClass) -> Option<String> {
 }
 
 /// What can be done about a failure.
-fn next(job: JobId, index: u32, class: FailureClass, ran: bool, isolation: Isolation) -> Vec<String> {
-    let mut next: Vec<String> = change(class, isolation).into_iter().map(str::to_owned).collect();
-    if ran {
+fn next((job, index): (JobId, u32), class: FailureClass, isolation: Isolation, decided: Option<&AttemptRow>) -> Vec<String> {
+    let cause = decided.and_then(|row| row.end.cause);
+    let mut next: Vec<String> = change(class, isolation, cause).into_iter().map(str::to_owned).collect();
+    if decided.is_some() && cause.is_none() {
         next.push(format!("`volley logs {job} {index}` shows what it wrote"));
     }
     next.push(format!("`volley rerun {job}` runs every task again that did not succeed"));
@@ -141,7 +147,10 @@ fn next(job: JobId, index: u32, class: FailureClass, ran: bool, isolation: Isola
 }
 
 /// What would have to change for the next try to come out otherwise.
-pub(super) fn change(class: FailureClass, isolation: Isolation) -> Option<&'static str> {
+pub(super) fn change(class: FailureClass, isolation: Isolation, cause: Option<Cause>) -> Option<&'static str> {
+    if let Some(cause) = cause {
+        return Some(missing(cause));
+    }
     let in_image = matches!(isolation, Isolation::Container | Isolation::Microvm);
     match class {
         FailureClass::ExitCode | FailureClass::Signal => None,
@@ -151,20 +160,37 @@ pub(super) fn change(class: FailureClass, isolation: Isolation) -> Option<&'stat
         FailureClass::QueueTimeout => {
             Some("start workers that can run it (`volley workers` lists those there are), or wait longer ($.task.timeouts.queue)")
         }
-        FailureClass::RestoreFailed if in_image => Some(
-            "see that the image ($.task.image) is on the worker's host: `volley image ls` there lists them, `volley image import IMAGE` \
-             puts it there; the worker's log says more",
-        ),
         FailureClass::RestoreFailed | FailureClass::GuestLost | FailureClass::HostLost => {
             Some("look at the worker's host and log (`volley workers`)")
         }
-        FailureClass::InputMissing if in_image => Some("correct $.task.image, or put the input where $.task.inputs says"),
+        FailureClass::InputMissing if in_image => {
+            Some("do what the message says: put the input where $.task.inputs says, or correct what it names of $.task")
+        }
         FailureClass::InputMissing => Some("put the input where $.task.inputs says"),
         FailureClass::StorageFailed => {
             Some("see that what the message names (the bucket, or the server of an input) can be reached from the workers")
         }
         FailureClass::PolicyDenied => Some("change what the rule forbids, or ask an operator"),
         FailureClass::Cancelled => None,
+    }
+}
+
+/// The same, of what kept the task from beginning.
+pub(super) fn missing(cause: Cause) -> &'static str {
+    match cause {
+        Cause::NoImage(_) => {
+            "put the image on the worker's host (`volley image import IMAGE` there, `volley image ls` lists those it has), or correct $.task.image"
+        }
+        Cause::NoName => "correct $.task.image: `volley image ls` on a worker's host lists what its images are called",
+        Cause::WarmUp => {
+            "correct the command of $.task.warmUp that the message names, or what it needs ($.task.resources, the image's files)"
+        }
+        Cause::Build => {
+            "see what the message says of the machine and its console; the worker's log has it too (`volley workers` names its host)"
+        }
+        Cause::TooLarge => {
+            "ask for less memory ($.task.resources.memory), or start a worker with more room for templates (`volley worker --template-memory`)"
+        }
     }
 }
 
@@ -200,6 +226,10 @@ pub fn job(id: JobId, facts: &Facts, progress: &Progress) -> Explanation {
     explanation.details.extend(
         progress.exit_code(facts.plan.tasks).map(|code| format!("`volley run` ends with exit code {code}; it is round {}", progress.round)),
     );
+    if let Some(trouble) = &progress.trouble {
+        explanation.details.push(views::trouble(trouble));
+        explanation.next.push(missing(trouble.cause).to_owned());
+    }
     if counts.succeeded == counts.total {
         explanation.next.push(format!("`volley results {id}` shows what came of it"));
     } else {
@@ -275,6 +305,29 @@ mod tests {
         assert!(class.details[1].contains("not tried again unless a rule"), "{class:?}");
         let many: Vec<_> = (1..=9).map(|number| row(number, FailureClass::ExitCode, 1)).collect();
         assert!(said(r#"{"attempts":9}"#, Phase::Failed, FailureClass::ExitCode, &many, &progress).details[0].contains("4 earlier tries"));
+    }
+
+    #[test]
+    fn what_can_be_done_depends_on_what_was_missing() {
+        let with = |cause, class, said_by| {
+            let (sequence, mut failed) = row(3, said_by, 0);
+            failed.end.cause = Some(cause);
+            said(
+                "{}",
+                Phase::Failed,
+                class,
+                &[(sequence, AttemptRow { end: AttemptEnd { code: None, ..failed.end }, ..failed })],
+                &Progress::default(),
+            )
+        };
+        let mut rows = with(Cause::NoImage(1), FailureClass::InputMissing, FailureClass::RestoreFailed);
+        assert!(rows.next[0].contains("volley image import"), "{rows:?}");
+        rows = with(Cause::WarmUp, FailureClass::InputMissing, FailureClass::InputMissing);
+        assert!(rows.next[0].contains("$.task.warmUp") && !rows.next.iter().any(|next| next.contains("volley logs")), "{rows:?}");
+        rows = with(Cause::Build, FailureClass::RestoreFailed, FailureClass::RestoreFailed);
+        assert!(rows.next[0].contains("console") && !rows.next[0].contains("image"), "{rows:?}");
+        rows = with(Cause::TooLarge, FailureClass::PolicyDenied, FailureClass::PolicyDenied);
+        assert!(rows.next[0].contains("--template-memory"), "{rows:?}");
     }
 
     #[test]

@@ -34,6 +34,8 @@ const RECORD_LOOK: Duration = Duration::from_millis(50);
 const UPLOADS_AT_ONCE: usize = 100;
 /// Bytes hashed at a time.
 const HASH_CHUNK: usize = 1024 * 1024;
+/// Pause before the next look while the level of records is not this build's: a cluster that has just begun is at the oldest.
+const RAISE_LOOK: Duration = Duration::from_secs(1);
 
 /// Why a checkpoint was not made, or something old not removed.
 #[derive(Debug, thiserror::Error)]
@@ -118,6 +120,7 @@ impl Keeper {
         let mut swept = None;
         loop {
             self.levels.say(&self.name).await;
+            let raised = self.state().await.is_ok_and(|look| look.head.level >= LEVEL);
             tokio::select! {
                 () = stop.cancelled() => return,
                 done = self.look(&mut swept) => match done {
@@ -128,7 +131,7 @@ impl Keeper {
             }
             tokio::select! {
                 () = stop.cancelled() => return,
-                () = tokio::time::sleep(self.every.look) => {}
+                () = tokio::time::sleep(if raised { self.every.look } else { self.every.look.min(RAISE_LOOK) }) => {}
             }
         }
     }

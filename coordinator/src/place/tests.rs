@@ -176,6 +176,9 @@ fn info() -> WorkerInfo {
         limits: true,
         build: String::new(),
         host: String::new(),
+        lacks: Vec::new(),
+        template_bytes: None,
+        images: None,
     }
 }
 
@@ -345,4 +348,63 @@ fn waiting_places_are_used_beside_a_long_task() {
     cluster.submit("default", 1, 100, 1_000_000);
     cluster.run(30_000);
     assert!(cluster.state.jobs[&short].bundles >= WORKERS as u32 * SLOTS * BUNDLES_PER_SLOT - 3, "{}", cluster.state.jobs[&short].bundles);
+}
+
+/// A job whose tasks need a machine of so many bytes, made from the image of this key.
+fn machines(cluster: &mut Cluster, memory_bytes: u64, image: Option<u64>) -> JobId {
+    let id = cluster.submit("default", 10, 0, 4);
+    let needs = &mut cluster.state.jobs.get_mut(&id).unwrap().facts.plan.needs;
+    (needs.isolation, needs.memory_bytes, needs.image) = (Isolation::Microvm, memory_bytes + volley_jobspecs::machine::VMM_BYTES, image);
+    id
+}
+
+/// Whom a round gives something.
+fn given(cluster: &mut Cluster) -> BTreeSet<WorkerId> {
+    let round = place(&mut cluster.scheduler, &cluster.state, cluster.now_ms, &BTreeSet::new());
+    round.into_iter().map(|assignment| assignment.worker).collect()
+}
+
+/// Has this worker offer machines.
+fn offers(cluster: &mut Cluster, at: u64, template_bytes: Option<u64>, images: Option<Vec<u64>>) {
+    let info = &mut cluster.state.workers.get_mut(&worker(at)).unwrap().info;
+    (info.isolation, info.template_bytes, info.images) = (vec![Isolation::Microvm], template_bytes, images);
+}
+
+#[test]
+fn a_machine_goes_where_there_is_room_for_its_template() {
+    let mut cluster = Cluster::new();
+    offers(&mut cluster, 0, Some(1 << 30), None);
+    offers(&mut cluster, 1, Some(4 << 30), None);
+    machines(&mut cluster, 2 << 30, None);
+    assert_eq!(given(&mut cluster), BTreeSet::from([worker(1)]));
+    offers(&mut cluster, 1, Some(1 << 30), None);
+    assert_eq!(given(&mut cluster), BTreeSet::new());
+    let said = explain(&cluster.state, *cluster.state.jobs.keys().next().unwrap(), 0, &Heard::default());
+    let reason = "has room for machines of 1.0 GiB, the task's has 2.0 GiB (a machine is saved once, as its template: `volley worker --template-memory`)";
+    assert_eq!(said.workers[0].reasons, [reason]);
+    assert!(said.summary.contains("no worker could ever run this task") && said.next[0].contains("--template-memory"), "{said:?}");
+    offers(&mut cluster, 1, None, None);
+    assert_eq!(given(&mut cluster), BTreeSet::from([worker(1)]), "one that does not say is asked");
+}
+
+#[test]
+fn a_task_goes_where_its_image_is_and_anywhere_while_it_is_nowhere() {
+    let mut cluster = Cluster::new();
+    let (here, there) = (Some(vec![3, 7]), Some(vec![1]));
+    offers(&mut cluster, 0, None, there.clone());
+    offers(&mut cluster, 1, None, here.clone());
+    let id = machines(&mut cluster, 1, Some(7));
+    assert_eq!(given(&mut cluster), BTreeSet::from([worker(1)]));
+    let said = explain(&cluster.state, id, 0, &Heard::default());
+    assert!(said.workers[0].reasons[0].starts_with("has no image") && said.workers[1].reasons.is_empty(), "{said:?}");
+    // What it has is not known.
+    offers(&mut cluster, 0, None, None);
+    assert_eq!(given(&mut cluster).len(), 2);
+    for at in [0, 1] {
+        offers(&mut cluster, at, None, there.clone());
+    }
+    assert_eq!(given(&mut cluster).len(), 2, "a worker says that it is missing");
+    let needs = &cluster.state.jobs[&id].facts.plan.needs;
+    let warned = crate::explain::nowhere(&cluster.state, needs).unwrap();
+    assert!(warned.contains("w0 has no image that is called as $.task.image says (`volley image import`"), "{warned}");
 }

@@ -8,9 +8,10 @@ use std::collections::{BTreeMap, BTreeSet};
 use minicbor::{Decode, Encode};
 use volley_jobspecs::api::{JobState, TaskCounts};
 use volley_jobspecs::failure::FailureClass;
-use volley_jobspecs::ids::{BundleId, JobId, TenantId};
+use volley_jobspecs::ids::{BundleId, JobId, TenantId, WorkerId};
 use volley_jobspecs::wire::plan::{JobPlan, SpecRef};
 use volley_jobspecs::wire::record::Trailing;
+use volley_jobspecs::wire::report::Cause;
 
 use super::task::{Cell, PAGE_TASKS, Page, Phase};
 
@@ -108,6 +109,30 @@ pub struct Progress {
     /// The record that opened the present round; none before the first rerun, and when that was below level 3.
     #[n(14)]
     pub opened: Option<u64>,
+    /// What keeps its tasks from beginning, or did last; gone with the next success. Since level 6.
+    #[n(15)]
+    pub trouble: Option<Trouble>,
+}
+
+/// What kept tasks of a job from beginning: kept once, however many met it.
+#[derive(Debug, Clone, PartialEq, Eq, Encode, Decode)]
+#[cbor(map)]
+pub struct Trouble {
+    /// What kind.
+    #[n(0)]
+    pub cause: Cause,
+    /// What the first attempt said that met it.
+    #[n(1)]
+    pub text: String,
+    /// On which worker that was.
+    #[n(2)]
+    pub worker: WorkerId,
+    /// When it ended, in milliseconds since 1970.
+    #[n(3)]
+    pub since_ms: u64,
+    /// Attempts that met it.
+    #[n(4)]
+    pub attempts: u32,
 }
 
 /// An attempt that holds a slot.

@@ -6,8 +6,9 @@ use std::collections::BTreeMap;
 
 use minicbor::{Decode, Encode};
 use volley_jobspecs::ids::{BundleId, Incarnation, JobId, WorkerId};
+use volley_jobspecs::machine;
 use volley_jobspecs::units;
-use volley_jobspecs::wire::plan::Needs;
+use volley_jobspecs::wire::plan::{Isolation, Needs};
 use volley_jobspecs::wire::record::Run;
 use volley_jobspecs::wire::work::WorkerInfo;
 
@@ -109,8 +110,27 @@ impl Bundle {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Unfit {
     /// It doesn't offer the tier.
-    #[error("doesn't offer isolation \"{0}\"")]
-    Isolation(&'static str),
+    #[error("{} isolation \"{tier}\"{}", if .why.is_some() { "can't offer" } else { "doesn't offer" }, because(.why.as_deref()))]
+    Isolation {
+        /// Which.
+        tier: &'static str,
+        /// Why not, where it was to.
+        why: Option<String>,
+    },
+    /// A machine is larger than all its room for templates.
+    #[error(
+        "has room for machines of {}, the task's has {} (a machine is saved once, as its template: `volley worker --template-memory`)",
+        units::different_bytes(*has, *needs).0, units::different_bytes(*has, *needs).1
+    )]
+    Templates {
+        /// Bytes of room.
+        has: u64,
+        /// Bytes of the machine.
+        needs: u64,
+    },
+    /// It has no image of that name.
+    #[error("has no image that is called as $.task.image says (`volley image import` on its host puts it there)")]
+    Image,
     /// It has less than one task needs, even when idle.
     #[error("has {} {what} in all, the task needs {}", units::different_bytes(*has, *needs).0, units::different_bytes(*has, *needs).1)]
     TooSmall {
@@ -137,12 +157,21 @@ pub enum Unfit {
     Limits,
 }
 
-/// Could this worker, when idle, run such a task? Every reason why not.
+fn because(why: Option<&str>) -> String {
+    why.map_or_else(String::new, |why| format!(": {why}"))
+}
+
+/// Could this worker, when idle, run such a task? Every reason why not, but for its image ([`lacks_image`]): that may come any time.
 #[must_use]
 pub fn unfit(info: &WorkerInfo, needs: &Needs) -> Vec<Unfit> {
     let mut reasons = Vec::new();
     if !info.isolation.contains(&needs.isolation) {
-        reasons.push(Unfit::Isolation(needs.isolation.as_str()));
+        let why = info.why_not(needs.isolation).map(str::to_owned);
+        reasons.push(Unfit::Isolation { tier: needs.isolation.as_str(), why });
+    }
+    if let Some(has) = info.template_bytes.filter(|_| needs.isolation == Isolation::Microvm) {
+        let needs = needs.memory_bytes.saturating_sub(machine::VMM_BYTES);
+        reasons.extend((needs > has).then_some(Unfit::Templates { has, needs }));
     }
     if needs.cpu_milli > info.cpu_milli {
         reasons.push(Unfit::FewCores { has: info.cpu_milli, needs: needs.cpu_milli });
@@ -155,6 +184,38 @@ pub fn unfit(info: &WorkerInfo, needs: &Needs) -> Vec<Unfit> {
         reasons.push(Unfit::Limits);
     }
     reasons
+}
+
+/// The same, and its image.
+#[must_use]
+pub fn obstacles(info: &WorkerInfo, needs: &Needs) -> Vec<Unfit> {
+    let mut reasons = unfit(info, needs);
+    reasons.extend(lacks_image(info, needs).then_some(Unfit::Image));
+    reasons
+}
+
+/// Is it known that this worker has no image for such tasks? One that doesn't say what it has may have it.
+#[must_use]
+pub fn lacks_image(info: &WorkerInfo, needs: &Needs) -> bool {
+    needs.image.is_some_and(|key| has_image(info, key) == Some(false))
+}
+
+/// Has it an image of this key? None: it doesn't say.
+fn has_image(info: &WorkerInfo, key: u64) -> Option<bool> {
+    info.images.as_ref().map(|images| images.binary_search(&key).is_ok())
+}
+
+/// Is there a worker that could run such tasks and has their image, or may have it? Then no other one is asked.
+#[must_use]
+pub fn image_is_somewhere(workers: &Workers, needs: &Needs) -> bool {
+    needs.image.is_some() && workers.values().any(|worker| !lacks_image(&worker.info, needs) && unfit(&worker.info, needs).is_empty())
+}
+
+/// Is it known of every worker that offers this tier that it has no such image?
+#[must_use]
+pub fn image_is_nowhere(workers: &Workers, tier: Isolation, key: u64) -> bool {
+    let mut offer = workers.values().filter(|worker| worker.info.isolation.contains(&tier));
+    offer.all(|worker| has_image(&worker.info, key) == Some(false))
 }
 
 /// May the worker be given one more bundle at `now_ms`?

@@ -71,6 +71,9 @@ impl World {
             limits: true,
             build: String::new(),
             host: String::new(),
+            lacks: Vec::new(),
+            template_bytes: None,
+            images: None,
         };
         self.decide(Decision::WorkerJoined { worker: self.worker.clone(), incarnation: Incarnation(life), info });
     }
@@ -153,5 +156,76 @@ fn what_waited_when_its_job_was_cancelled_was_not_tried() {
         let first = if returned || left { 0 } else { 1 };
         assert_eq!(world.tries(), [(first, 0, 0), (0, 0, 0)], "{returned} {left}");
         assert_eq!(world.rows.len(), usize::from(first));
+    }
+}
+
+/// The end of a first task that met no image of this key.
+fn no_image(world: &World, bundle: BundleId, number: u32) -> Record {
+    let name = AttemptName { job: JOB, stage: 0, index: 0, number, sequence: bundle.sequence };
+    let bare = AttemptEnd::bare(name, Ending::Failed(FailureClass::RestoreFailed), Isolation::Null);
+    let ends = vec![AttemptEnd { cause: Some(Cause::NoImage(7)), ..bare }];
+    Record::Report(Report { worker: world.worker.clone(), incarnation: Incarnation(1), number: number.into(), ends })
+}
+
+#[test]
+fn an_image_that_no_worker_has_is_the_jobs_own_fault_after_some_tries() {
+    for (level, images, own) in [
+        (LEVEL_OFFERS, Some(vec![1, 2]), true),
+        (LEVEL_OFFERS, Some(vec![7]), false),
+        (LEVEL_OFFERS, None, false),
+        (LEVEL_BEGUN, Some(vec![1, 2]), false),
+    ] {
+        let mut world = World::new(level, 1);
+        world.state.workers.get_mut(&world.worker).unwrap().info.images = images.clone();
+        for number in 1..=u32::from(IMAGE_TRIES) {
+            assert_eq!(world.tries(), [(number as u16 - 1, 0, number as u16 - 1)], "{level} {images:?}");
+            let bundle = world.assign(1, 0, 1);
+            let end = no_image(&world, bundle, number);
+            world.apply(&end);
+            world.decide(Decision::Tick(u64::from(number) * 1_000_000));
+        }
+        assert_eq!((world.tries(), world.settled.is_some()), (vec![if own { (5, 1, 4) } else { (5, 0, 5) }], own), "{level} {images:?}");
+    }
+}
+
+#[test]
+fn what_a_worker_offers_is_recorded_anew_in_the_same_life() {
+    for level in [LEVEL_BEGUN, LEVEL_OFFERS] {
+        let mut world = World::new(level, 2);
+        world.assign(1, 0, 1);
+        let mut info = world.state.workers[&world.worker].info.clone();
+        info.images = Some(vec![9]);
+        world.decide(Decision::WorkerJoined { worker: world.worker.clone(), incarnation: Incarnation(1), info: info.clone() });
+        let now = &world.state.workers[&world.worker];
+        assert_eq!((now.info == info, now.bundles.len()), (level >= LEVEL_OFFERS, 1), "{level}");
+    }
+}
+
+#[test]
+fn what_keeps_tasks_from_beginning_is_kept_once_with_their_job() {
+    for level in [LEVEL_BEGUN, LEVEL_OFFERS] {
+        let mut world = World::new(level, 3);
+        let end = |world: &World, bundle: BundleId, index, ending, text: &str| {
+            let name = AttemptName { job: JOB, stage: 0, index, number: 1, sequence: bundle.sequence };
+            let bare = AttemptEnd::bare(name, ending, Isolation::Null);
+            let cause = (ending != Ending::Succeeded).then_some(Cause::Build);
+            let ends = vec![AttemptEnd { cause, message: Some(text.to_owned()), ..bare }];
+            Record::Report(Report { worker: world.worker.clone(), incarnation: Incarnation(1), number: 1, ends })
+        };
+        let bundle = world.assign(1, 0, 3);
+        for (index, text) in [(0, "the console said: panic"), (1, "in short")] {
+            let report = end(&world, bundle, index, Ending::Failed(FailureClass::RestoreFailed), text);
+            world.apply(&report);
+        }
+        let trouble = world.state.jobs[&JOB].progress.trouble.clone();
+        let wanted = (level >= LEVEL_OFFERS).then_some(("the console said: panic", 2));
+        assert_eq!(trouble.as_ref().map(|trouble| (trouble.text.as_str(), trouble.attempts)), wanted);
+        if let Some(trouble) = trouble {
+            let said = crate::api::views::trouble(&trouble);
+            assert_eq!(said, "2 attempts could not begin, the first on worker w at 1970-01-01T00:00:01Z: the console said: panic");
+        }
+        let report = end(&world, bundle, 2, Ending::Succeeded, "");
+        world.apply(&report);
+        assert_eq!(world.state.jobs[&JOB].progress.trouble, None);
     }
 }

@@ -270,6 +270,9 @@ pub fn worker_info(slots: u32) -> WorkerInfo {
         limits: true,
         build: "test".into(),
         host: "test".into(),
+        lacks: Vec::new(),
+        template_bytes: None,
+        images: None,
     }
 }
 
@@ -306,10 +309,10 @@ pub async fn worker_with(
         draining: false,
         leaving: false,
         at: Vec::new(),
+        kept: Vec::new(),
     };
     tokio::spawn(async move {
-        let mut ticks = tokio::time::interval(Duration::from_millis(100));
-        let mut number = 0;
+        let (mut ticks, mut number) = (tokio::time::interval(Duration::from_millis(100)), 0);
         loop {
             tokio::select! {
                 () = stop.cancelled() => return,

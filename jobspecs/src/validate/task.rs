@@ -53,7 +53,9 @@ fn judge_features(path: &str, task: &TaskSpec, features: &Features, out: &mut Ve
         let default = if task.isolation == Isolation::default() { " (the default)" } else { "" };
         let problem = unavailable(format!("{path}.isolation"), &format!("isolation \"{tier}\"{default}"));
         let problem = problem.allowed(list(features.isolation.iter().map(|tier| tier.as_str())));
-        out.push(if features.isolation.contains(&Isolation::Process) { problem.hint(TRUSTED_HINT) } else { problem });
+        let trusted = features.isolation.contains(&Isolation::Process).then(|| TRUSTED_HINT.to_owned());
+        let hints: Vec<String> = features.why_not.get(&task.isolation).cloned().into_iter().chain(trusted).collect();
+        out.push(if hints.is_empty() { problem } else { problem.hint(hints.join("; ")) });
     }
     match task.isolation {
         Isolation::Container | Isolation::Microvm if task.image.is_none() && features.isolation.contains(&task.isolation) => {

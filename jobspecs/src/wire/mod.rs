@@ -11,6 +11,7 @@
 //! | 3 | a job notes which record opened its round; a queue deadline says what was waited for; items and stored specs are named for one job; `UploadFound`; a removed job is not rerun |
 //! | 4 | a token says when it was made; `RemoveTenant`; an attempt that is handed back is no try |
 //! | 5 | an attempt that ends without having begun is no try, however it ends; nothing that a worker leaves behind of its own will had begun; an attempt that is lost has the isolation its job asks for |
+//! | 6 | what a worker records says which tiers it lacks and why, its room for templates and its images, and is recorded anew when it changes; what a task needs has its image in it; an image that no worker has is an input that is missing |
 
 pub mod guest;
 pub mod live;
@@ -24,7 +25,7 @@ pub mod work;
 use minicbor::{Decode, Encode};
 
 /// The newest record level this build can apply.
-pub const LEVEL: u32 = 5;
+pub const LEVEL: u32 = 6;
 /// From this level on there are records of checkpoints and uploads.
 pub const LEVEL_KEEPING: u32 = 2;
 /// From this level on a job notes which record opened its round, a queue deadline says what was waited for, and what a job stored goes
@@ -37,6 +38,9 @@ pub const LEVEL_UNCOUNTED: u32 = 4;
 /// From this level on no attempt that ended before it began has used up a number: not of a task that was cancelled meanwhile, nor one that
 /// waited in the bundle of a lost worker; and a worker that leaves of its own will has begun nothing of what it still was given.
 pub const LEVEL_BEGUN: u32 = 5;
+/// From this level on it is recorded what a worker can't offer and why, how large its machines may be and which images it has; and an image
+/// that no worker has is the job's own fault.
+pub const LEVEL_OFFERS: u32 = 6;
 
 /// Largest message we publish, in bytes: NATS refuses more than 1 MiB by default, and headers need room too.
 pub const MESSAGE_BYTES_MAX: usize = 1_000_000;

@@ -152,6 +152,9 @@ pub struct Needs {
     #[n(5)]
     #[cbor(default)]
     pub limits: bool,
+    /// What its image is called (`image::key`), where it is the same for all tasks of the job. Since level 6.
+    #[n(6)]
+    pub image: Option<u64>,
 }
 
 /// Isolation tiers, weakest first.

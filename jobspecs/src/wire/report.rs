@@ -93,6 +93,30 @@ pub struct AttemptEnd {
     #[n(11)]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub blameless: Option<bool>,
+    /// What kept it from beginning, where more is known than its class says.
+    #[n(12)]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub cause: Option<Cause>,
+}
+
+/// What kept an attempt from beginning. What can be done about it depends on this, and not on the class alone.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode, Serialize)]
+pub enum Cause {
+    /// The worker has no image of this name (`image::key`).
+    #[n(0)]
+    NoImage(#[n(0)] u64),
+    /// What the task calls its image can be no image's name, or it names none.
+    #[n(1)]
+    NoName,
+    /// A command of the warm-up failed.
+    #[n(2)]
+    WarmUp,
+    /// The template of its machine could not be built for another reason.
+    #[n(3)]
+    Build,
+    /// Its machine is larger than all the room that the worker has for templates.
+    #[n(4)]
+    TooLarge,
 }
 
 impl AttemptEnd {
@@ -112,6 +136,7 @@ impl AttemptEnd {
             stderr: None,
             outputs: None,
             blameless: None,
+            cause: None,
         }
     }
 }

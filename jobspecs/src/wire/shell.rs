@@ -68,6 +68,10 @@ pub struct Open {
     /// The kind of terminal that shows it (`TERM`).
     #[n(4)]
     pub term: Option<String>,
+    /// Nothing is to be run: the machine, one that is kept, is to end now. A worker of an older build runs the command instead.
+    #[n(5)]
+    #[cbor(default)]
+    pub end: bool,
 }
 
 /// What is wrong with a wish.
@@ -254,7 +258,8 @@ mod tests {
         let name = AttemptName { job: JobId(1), stage: 0, index: 2, number: 3, sequence: 4 };
         let session = SessionId::new([0xa5; 16]);
         assert_eq!(session.to_string(), "a5".repeat(16));
-        let open = Open { name, session, argv: vec!["sh".into()], tty: Some(Tty { rows: 24, cols: 80 }), term: Some("xterm".into()) };
+        let open =
+            Open { name, session, argv: vec!["sh".into()], tty: Some(Tty { rows: 24, cols: 80 }), term: Some("xterm".into()), end: true };
         assert_eq!(decode::<Open>("wish", &encode(&open)).ok(), Some(open));
         for opened in [Opened::Yes, Opened::No { kind: Refused::TooMany, text: "no".into() }] {
             assert_eq!(decode::<Opened>("answer", &encode(&opened)).ok(), Some(opened));

@@ -8,6 +8,7 @@ use minicbor::{Decode, Encode};
 use serde::Serialize;
 
 use crate::ids::{AttemptName, BundleId, Incarnation, JobId, TenantId, Term, WorkerId};
+use crate::wire::LEVEL_OFFERS;
 use crate::wire::plan::{Isolation, JobPlan, SpecRef};
 use crate::wire::record::Run;
 
@@ -47,6 +48,68 @@ pub struct WorkerInfo {
     /// Its host's name, for people.
     #[n(8)]
     pub host: String,
+    /// Tiers that it was to offer and can't, each with the reason. Recorded since level 6.
+    #[n(9)]
+    #[cbor(default)]
+    pub lacks: Vec<Lack>,
+    /// The host's memory for machines' templates, in bytes: no larger machine can be made here. None: it offers none, or does not say. Recorded since
+    /// level 6.
+    #[n(10)]
+    pub template_bytes: Option<u64>,
+    /// What its images are called, each as `image::key`, in order. None: it needs none, or does not say. Recorded since level 6.
+    #[n(11)]
+    pub images: Option<Vec<u64>>,
+}
+
+impl WorkerInfo {
+    /// What of it may be recorded at this level. An older coordinator would leave the rest out, and have another state.
+    #[must_use]
+    pub fn at_level(&self, level: u32) -> Self {
+        if level >= LEVEL_OFFERS {
+            return self.clone();
+        }
+        Self { lacks: Vec::new(), template_bytes: None, images: None, ..self.clone() }
+    }
+
+    /// Why it can't offer a tier that it was to offer.
+    #[must_use]
+    pub fn why_not(&self, tier: Isolation) -> Option<&str> {
+        self.lacks.iter().find(|lack| lack.tier == tier).map(|lack| lack.why.as_str())
+    }
+}
+
+/// Longest reason in a [`Lack`], in bytes: a line for people, which every coordinator keeps.
+pub const LACK_BYTES_MAX: usize = 1_000;
+/// Most names of images that a worker tells. One with more tells none, and is asked for what it may not have.
+pub const IMAGES_TOLD_MAX: usize = 2_048;
+
+/// A tier that a worker was to offer and can't.
+#[derive(Debug, Clone, PartialEq, Eq, Encode, Decode, Serialize)]
+#[cbor(map)]
+pub struct Lack {
+    /// Which.
+    #[n(0)]
+    pub tier: Isolation,
+    /// What is missing, where it was looked for, and what to do. At most [`LACK_BYTES_MAX`].
+    #[n(1)]
+    pub why: String,
+}
+
+impl Lack {
+    /// A tier with its reason, which is made one line and cut where it is too long.
+    #[must_use]
+    pub fn new(tier: Isolation, why: &str) -> Self {
+        let mut why = why.split_whitespace().collect::<Vec<_>>().join(" ");
+        if why.len() > LACK_BYTES_MAX {
+            let mut end = LACK_BYTES_MAX - '…'.len_utf8();
+            while !why.is_char_boundary(end) {
+                end -= 1;
+            }
+            why.truncate(end);
+            why.push('…');
+        }
+        Self { tier, why }
+    }
 }
 
 /// A worker's beat. The answer is a [`BeatAnswer`].
@@ -84,6 +147,28 @@ pub struct Beat {
     #[n(9)]
     #[cbor(default)]
     pub at: Vec<At>,
+    /// Machines of failed attempts that it keeps, at most [`KEPT_TOLD_MAX`]; of an older build none are told.
+    #[n(10)]
+    #[cbor(default)]
+    pub kept: Vec<KeptMachine>,
+}
+
+/// Most kept machines that a worker tells of: each takes some hundred megabytes of its host.
+pub const KEPT_TOLD_MAX: usize = 64;
+
+/// The machine of an attempt that failed, which its worker keeps for a while.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode)]
+#[cbor(map)]
+pub struct KeptMachine {
+    /// Whose it was.
+    #[n(0)]
+    pub name: AttemptName,
+    /// Until when at most, in milliseconds since 1970 by its worker's clock.
+    #[n(1)]
+    pub until_ms: u64,
+    /// What it takes of its host's memory, in bytes.
+    #[n(2)]
+    pub memory_bytes: u64,
 }
 
 /// What a slot is at.
@@ -310,4 +395,71 @@ pub struct JobForWorker {
     /// W3C trace context (`traceparent`) of the job; its attempts' spans lie below it (`wire::trace`).
     #[n(4)]
     pub trace: Option<String>,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::wire::{decode, encode};
+
+    fn info() -> WorkerInfo {
+        WorkerInfo {
+            slots: 2,
+            cpu_milli: 2_000,
+            memory_bytes: 1 << 30,
+            disk_bytes: 1 << 30,
+            isolation: vec![Isolation::Process],
+            labels: BTreeMap::new(),
+            limits: true,
+            build: "b".into(),
+            host: "h".into(),
+            lacks: vec![Lack::new(Isolation::Microvm, "no QEMU")],
+            template_bytes: Some(1 << 30),
+            images: Some(vec![1, 2]),
+        }
+    }
+
+    #[test]
+    fn a_reason_is_one_line_and_not_too_long() {
+        let lack = Lack::new(Isolation::Microvm, " no\nQEMU:  here ");
+        assert_eq!(lack.why, "no QEMU: here");
+        let long = Lack::new(Isolation::Microvm, &"é".repeat(LACK_BYTES_MAX));
+        assert!(long.why.len() <= LACK_BYTES_MAX && long.why.ends_with('…'), "{}", long.why.len());
+    }
+
+    #[test]
+    fn what_a_worker_says_comes_back_and_an_older_level_records_less() {
+        let said = info();
+        assert_eq!(decode::<WorkerInfo>("info", &encode(&said)).ok(), Some(said.clone()));
+        assert_eq!((said.why_not(Isolation::Microvm), said.why_not(Isolation::Container)), (Some("no QEMU"), None));
+        assert_eq!(said.at_level(LEVEL_OFFERS), said);
+        let older = said.at_level(LEVEL_OFFERS - 1);
+        assert_eq!((older.lacks.len(), older.template_bytes, &older.images, older.slots), (0, None, &None, 2));
+
+        /// As it was before level 6.
+        #[derive(Debug, PartialEq, Encode, Decode)]
+        #[cbor(map)]
+        struct Old {
+            #[n(0)]
+            slots: u32,
+            #[n(1)]
+            cpu_milli: u32,
+            #[n(2)]
+            memory_bytes: u64,
+            #[n(3)]
+            disk_bytes: u64,
+            #[n(4)]
+            isolation: Vec<Isolation>,
+            #[n(5)]
+            labels: BTreeMap<String, String>,
+            #[n(6)]
+            limits: bool,
+            #[n(7)]
+            build: String,
+            #[n(8)]
+            host: String,
+        }
+        let old = decode::<Old>("info", &encode(&said)).unwrap_or_else(|e| panic!("{e}"));
+        assert_eq!(decode::<WorkerInfo>("info", &encode(&old)).ok(), Some(older));
+    }
 }

@@ -299,6 +299,7 @@ mod tests {
             "volley outputs get j7 3 a.txt --stdout",
             "volley exec j7 3",
             "volley exec j7 3 --attempt 2 -- ls -la /",
+            "volley exec j7 3 --attempt 2 --end",
             "volley run spec.json --keep-failed",
             "volley submit spec.json --keep-failed=2h",
             "volley wait j7 j8 --timeout 5m",

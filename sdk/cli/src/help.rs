@@ -54,7 +54,7 @@ const EXAMPLES: &[(&str, &str)] = &[
     (
         "exec",
         "volley exec j1042 17\nvolley exec j1042 17 -- ps\nvolley exec j1042 17 -- tar c /volley/out > out.tar\n\
-         volley exec j1042 17 --attempt 1 -- python3 - < look.py",
+         volley exec j1042 17 --attempt 1 -- python3 - < look.py\nvolley exec j1042 17 --end",
     ),
     ("wait", "volley wait j1042 j1043 --timeout 2h"),
     ("cancel", "volley cancel j1042 --now --reason 'wrong input'"),

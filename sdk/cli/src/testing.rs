@@ -9,6 +9,7 @@ pub fn job(state: JobState, tasks: TaskCounts, exit_code: Option<u8>) -> JobView
         name: "evals".into(),
         tenant: "main".into(),
         state,
+        trouble: None,
         reason: None,
         tasks,
         failures: [("exit_code".to_owned(), 2)].into(),

@@ -139,6 +139,17 @@ impl ExecInput {
 }
 
 impl Client {
+    /// Ends the machine of a task that failed and whose machine was kept, before its time. `attempt`: of which, counted from 1; of the last when none is
+    /// given.
+    ///
+    /// # Errors
+    /// Code `not_found` for a task or an attempt that isn't there, `conflict` when no machine of it is kept.
+    pub async fn end_machine(&self, job: JobId, index: u32, attempt: Option<u32>) -> Result<(), Error> {
+        let path = ["jobs", &job.to_string(), "tasks", &index.to_string(), "exec"];
+        let doing = format!("end the machine of task {index} of {job}");
+        self.done(&Call::delete(&path, doing).query_if("attempt", attempt).once()).await
+    }
+
     /// Runs a command in the machine of a task: of one that runs, or of one that failed and whose machine was kept.
     ///
     /// # Errors

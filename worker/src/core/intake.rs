@@ -98,6 +98,7 @@ impl Core {
                 stderr: None,
                 outputs: None,
                 blameless: None,
+                cause: None,
             };
             self.take_end(now_ms, end, stages, Origin { bundle: id, place });
         }

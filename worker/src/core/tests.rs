@@ -26,6 +26,9 @@ fn config(slots: u32) -> CoreConfig {
             limits: false,
             build: "test".into(),
             host: "host".into(),
+            lacks: Vec::new(),
+            template_bytes: None,
+            images: None,
         },
         beat_ms: 3_000,
         linger_ms: 5,
@@ -43,6 +46,7 @@ fn facts() -> JobFacts {
             isolation: Isolation::Process,
             labels: BTreeMap::new(),
             limits: false,
+            image: None,
         },
         start_ms: 1_000,
         run_ms: 2_000,
@@ -168,6 +172,18 @@ fn ends_are_gathered_while_every_slot_is_busy_and_reported_when_one_is_idle() {
     assert_eq!(world.published.len(), 1);
     world.at(55);
     assert_eq!(world.published.last().map(|(_, ends)| ends.len()), Some(2), "no task waits for the slot");
+}
+
+#[test]
+fn images_that_came_or_went_are_said_at_once() {
+    let mut w = World::new(config(1));
+    w.answer(false);
+    assert_eq!((w.beats.len(), &w.beats[0].info.images), (1, &None));
+    w.now_ms = 10;
+    w.give(Input::Images(None));
+    assert_eq!(w.beats.len(), 1, "nothing changed");
+    w.give(Input::Images(Some(vec![7])));
+    assert_eq!((w.beats.len(), &w.beats[1].info.images), (2, &Some(vec![7])));
 }
 
 #[test]

@@ -6,7 +6,7 @@ use volley_jobspecs::failure::FailureClass;
 use volley_jobspecs::ids::{AttemptName, Incarnation, JobId, WorkerId};
 use volley_jobspecs::wire::plan::{Isolation, Needs};
 use volley_jobspecs::wire::report::{AttemptEnd, Ending};
-use volley_jobspecs::wire::work::{Beat, BeatAnswer, WorkAnswer, WorkMessage, WorkerInfo};
+use volley_jobspecs::wire::work::{Beat, BeatAnswer, KeptMachine, WorkAnswer, WorkMessage, WorkerInfo};
 
 use crate::attempt::{Force, Outcome, Progress};
 use crate::claim::ClaimError;
@@ -112,6 +112,10 @@ pub enum Input {
         /// The report's number.
         number: u64,
     },
+    /// It has these images now (`WorkerInfo::images`).
+    Images(Option<Vec<u64>>),
+    /// It keeps these machines now.
+    KeptMachines(Vec<KeptMachine>),
     /// Take nothing more, finish what runs, hand back the rest, leave.
     Drain,
     /// Stop now.

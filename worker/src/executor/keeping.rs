@@ -48,7 +48,9 @@ pub async fn keep(machine: &mut Tiers, prepared: &Prepared, name: &AttemptName, 
     let said = match machine.keep(prepared, time).await {
         Ok(()) => {
             let AttemptName { job, index, number, .. } = name;
-            format!("its machine is kept until {} UTC: volley exec {job} {index} --attempt {number}", clock(SystemTime::now() + time))
+            // What is written here stays, also when the machine has gone.
+            let until = clock(SystemTime::now() + time);
+            format!("its machine was kept, until {until} UTC at most: volley exec {job} {index} --attempt {number}")
         }
         Err(why) => crate::chain(&why),
     };

@@ -4,7 +4,8 @@
 
 use std::io;
 
-use volley_jobspecs::image::{Name, Reference, ReferenceError, Wanted};
+use volley_jobspecs::image::{self, Name, Reference, ReferenceError, Wanted};
+use volley_jobspecs::wire::work::IMAGES_TOLD_MAX;
 
 use super::oci::Digest;
 use super::store::{ImageNote, Store};
@@ -16,7 +17,7 @@ pub enum FindError {
     #[error("task.image: {0}")]
     Name(#[from] ReferenceError),
     /// It is not here.
-    #[error("this worker has no image {text:?}; import it")]
+    #[error("this worker has no image {text:?}; import it there (`volley image import`)")]
     Missing {
         /// What was asked for.
         text: String,
@@ -49,6 +50,24 @@ pub fn find(store: &Store, text: &str) -> Result<(ImageNote, Digest), FindError>
     };
     let root = store.root_note(&note.root).map_err(FindError::Store)?.ok_or_else(missing)?;
     Ok((note, root.digest))
+}
+
+/// What all images are called, as `image::key`, in order. None: they have more names than are told.
+///
+/// # Errors
+/// The store can't be read. Blocks.
+pub fn keys(store: &Store) -> io::Result<Option<Vec<u64>>> {
+    let mut keys = Vec::new();
+    for note in store.images()? {
+        // One whose disk is gone is of no use.
+        if store.root_note(&note.root)?.is_some() {
+            keys.extend(image::key(&note.digest.to_string()));
+            keys.extend(note.names().filter_map(image::key));
+        }
+    }
+    keys.sort_unstable();
+    keys.dedup();
+    Ok((keys.len() <= IMAGES_TOLD_MAX).then_some(keys))
 }
 
 /// Which of its names `text` is, if it is one: a registry's name may be written in several ways.
@@ -103,6 +122,11 @@ mod tests {
                 .unwrap();
         }
         let found = |text: &str| find(&store, text).map(|(note, _)| note.digest).map_err(|why| why.to_string());
+        let told = keys(&store).unwrap().unwrap();
+        for name in ["dir:/srv/one", "busybox", "busybox:1.36", &digest(3).to_string()] {
+            assert!(told.binary_search(&image::key(name).unwrap()).is_ok(), "{name}");
+        }
+        assert!(told.binary_search(&image::key("busybox:2").unwrap()).is_err() && told.len() == 7, "{told:?}");
         assert_eq!(found("dir:/srv/one"), Ok(digest(1)));
         assert_eq!(found("busybox:1.36"), Ok(digest(2)));
         assert_eq!(found(&format!("sha256:{}", digest(3).hex())), Ok(digest(3)));

@@ -98,6 +98,12 @@ pub enum ImportError {
         /// What the system says.
         source: io::Error,
     },
+    /// What should be an archive.
+    #[error("{path} is a directory, no archive; dir:{path} imports what is in it", path = .path.display())]
+    Directory {
+        /// Which.
+        path: PathBuf,
+    },
     /// The layout.
     #[error(transparent)]
     Layout(#[from] LayoutError),
@@ -275,18 +281,43 @@ fn small(named: &Named) -> Result<(), DocumentError> {
 }
 
 fn from_disk(source: Source, shown: &str, store: &Store) -> Result<Found, ImportError> {
-    let io_error = |source| ImportError::Store { dir: store.dir().to_owned(), source };
     let layer = match source {
         Source::Layout { path, name } => return from_layout(&Layout::open(&path)?, name.as_deref(), shown, store),
         Source::Directory(path) => store.make_blob(|out| pack::pack(&path, out)).map_err(|source| ImportError::Read { path, source })?,
-        Source::Tarball(path) => {
-            let mut file = File::open(&path).map_err(|source| ImportError::Read { path, source })?;
-            store.make_blob(|out| io::copy(&mut file, out).map(drop)).map_err(io_error)?
-        }
+        Source::Tarball(path) => tarball(path, store)?,
         Source::Registry { reference, .. } => return Err(ImportError::Stopped(format!("{} is not on this disk", reference.registry))),
     };
     let digest = digest_of_bytes(format!("volley image of one layer {}", layer.digest).as_bytes());
     Ok(Found { digest, config: Config::default(), layers: vec![layer], diffs: Vec::new(), config_blob: None })
+}
+
+/// Takes an archive over as it is.
+fn tarball(path: PathBuf, store: &Store) -> Result<Named, ImportError> {
+    let failed = |source| ImportError::Read { path: path.clone(), source };
+    let file = File::open(&path).map_err(failed)?;
+    if file.metadata().map_err(failed)?.is_dir() {
+        return Err(ImportError::Directory { path });
+    }
+    let mut archive = Archive { file, failed: false };
+    let made = store.make_blob(|out| io::copy(&mut archive, out).map(drop));
+    made.map_err(|source| match archive.failed {
+        true => ImportError::Read { path, source },
+        false => ImportError::Store { dir: store.dir().to_owned(), source },
+    })
+}
+
+/// A file that is read, and whether that failed: else it was the writing.
+struct Archive {
+    file: File,
+    failed: bool,
+}
+
+impl io::Read for Archive {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        let read = self.file.read(buffer);
+        self.failed |= read.as_ref().is_err_and(|why| why.kind() != io::ErrorKind::Interrupted);
+        read
+    }
 }
 
 fn from_layout(layout: &Layout, name: Option<&str>, shown: &str, store: &Store) -> Result<Found, ImportError> {
@@ -332,5 +363,22 @@ impl Contents for Layers {
     fn read(&mut self, layer: usize, at: u64, buffer: &mut [u8]) -> io::Result<()> {
         let unpacked = self.0.get(layer).ok_or_else(|| io::Error::other("a file of a layer that is not there"))?;
         unpacked.file.read_exact_at(buffer, at)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_no_archive_is_not_the_stores_fault() {
+        let dir = tempfile::tempdir().unwrap();
+        let store = Store::open(&dir.path().join("store")).unwrap();
+        let files = dir.path().join("files");
+        std::fs::create_dir(&files).unwrap();
+        let said = tarball(files.clone(), &store).unwrap_err().to_string();
+        assert_eq!(said, format!("{0} is a directory, no archive; dir:{0} imports what is in it", files.display()));
+        let said = tarball(dir.path().join("none"), &store).unwrap_err().to_string();
+        assert!(said.starts_with(&dir.path().join("none").display().to_string()), "{said}");
     }
 }

@@ -56,7 +56,7 @@ pub enum Form {
 #[derive(Debug, thiserror::Error)]
 pub enum KernelError {
     /// None was found.
-    #[error("no kernel for guests: looked for {}; name one with {VARIABLE}, or install linux-image-cloud-amd64", .looked.join(", "))]
+    #[error("no kernel for guests: looked for {}; name one with --guest-kernel or {VARIABLE}, or install linux-image-cloud-amd64", .looked.join(", "))]
     None {
         /// Where it was looked for.
         looked: Vec<String>,

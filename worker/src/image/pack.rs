@@ -27,7 +27,7 @@ pub fn pack(dir: &Path, out: &mut dyn Write) -> io::Result<()> {
     let mut packer = Packer { out: tar::Builder::new(out), seen: BTreeMap::new(), names: 0 };
     let meta = fs::metadata(dir).map_err(|e| with_path(dir, &e))?;
     if !meta.is_dir() {
-        return Err(with_path(dir, &io::Error::other("it is no directory")));
+        return Err(with_path(dir, &io::Error::other("it is no directory; tar:FILE imports an archive")));
     }
     packer.entry(b"./", dir, &meta)?;
     // Directories to look into, the next one last; parents come before what is in them.

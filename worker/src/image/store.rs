@@ -11,6 +11,7 @@ use std::fs::{self, File, OpenOptions};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::SystemTime;
 
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -166,6 +167,14 @@ impl Store {
 
     fn image_note_path(&self, digest: &Digest) -> PathBuf {
         self.dir.join("images").join(format!("{}.json", digest.hex()))
+    }
+
+    /// When an image came, went or got another name last, if the file system tells.
+    ///
+    /// # Errors
+    /// What the system says.
+    pub fn changed(&self) -> io::Result<Option<SystemTime>> {
+        Ok(fs::metadata(self.dir.join("images"))?.modified().ok())
     }
 
     /// The name of the root disk that `layers` make.

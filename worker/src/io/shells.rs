@@ -38,6 +38,17 @@ async fn grant(client: &Client, worker: &WorkerId, shells: &Shells, wish: Messag
         Ok(open) => open,
         Err(why) => return tracing::error!(%why, "a wish for a shell was dropped"),
     };
+    if open.end {
+        let answer = match shells.end(&open.name) {
+            Ok(()) => {
+                tracing::info!(job = %open.name.job, task = open.name.index, attempt = open.name.number, "somebody ends a machine that is kept");
+                Opened::Yes
+            }
+            Err(no) => no,
+        };
+        let _ = client.publish(reply, wire::encode(&answer).into()).await;
+        return;
+    }
     let answer = match shells.open(&open) {
         Ok(permit) => match client.subscribe(subjects::shell_to_worker(worker, &open.session)).await {
             Ok(frames) => {

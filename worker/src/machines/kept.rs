@@ -6,14 +6,16 @@
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
+use tokio::sync::{oneshot, watch};
 use tokio::task::JoinHandle;
-use tokio_util::sync::{CancellationToken, DropGuard};
+use tokio_util::sync::CancellationToken;
 use volley_jobspecs::ids::AttemptName;
+use volley_jobspecs::wire::work::{KEPT_TOLD_MAX, KeptMachine};
 
 use crate::guest::Guest;
-use crate::shells::Entered;
+use crate::shells::{Entered, Gone};
 use crate::standby::{Standby, Standing};
 
 /// A machine that is to be kept.
@@ -27,6 +29,8 @@ pub struct Machine {
     pub machine: Standing,
     /// It can be entered.
     pub entered: Entered,
+    /// Cancelled when somebody wants it to end.
+    pub asked: CancellationToken,
     /// All the memory it can take of its host, in bytes.
     pub bytes: u64,
 }
@@ -55,9 +59,11 @@ pub enum KeepError {
 
 #[derive(Debug)]
 struct Entry {
+    /// What others are told of it.
+    told: KeptMachine,
     bytes: u64,
-    /// Dropped, the machine is killed.
-    end: DropGuard,
+    /// Told why, or dropped, the machine is killed.
+    end: oneshot::Sender<Gone>,
     /// Until nothing is left of it.
     gone: JoinHandle<()>,
 }
@@ -68,9 +74,16 @@ struct State {
     machines: BTreeMap<u64, Entry>,
     next: u64,
     closed: bool,
+    /// Whoever wants to know which there are.
+    told: watch::Sender<Vec<KeptMachine>>,
 }
 
 impl State {
+    fn tell(&self) {
+        let all: Vec<KeptMachine> = self.machines.values().rev().take(KEPT_TOLD_MAX).map(|entry| entry.told).collect();
+        self.told.send_if_modified(|told| std::mem::replace(told, all.clone()) != all);
+    }
+
     fn bytes(&self) -> u64 {
         self.machines.values().map(|entry| entry.bytes).sum()
     }
@@ -122,9 +135,11 @@ impl Kept {
             }
             while state.bytes().saturating_add(bytes) > self.bytes_max {
                 let Some((_, oldest)) = state.machines.pop_first() else { break };
-                drop(oldest.end);
+                // One that ended by itself meanwhile hears nothing.
+                let _ = oldest.end.send(Gone::Room);
                 ended.push(oldest.gone);
             }
+            state.tell();
         }
         for gone in ended {
             let _ = gone.await;
@@ -139,6 +154,12 @@ impl Kept {
         lock(&self.state).machines.len()
     }
 
+    /// Which there are, as it changes: the newest, as many as are told.
+    #[must_use]
+    pub fn watch(&self) -> watch::Receiver<Vec<KeptMachine>> {
+        lock(&self.state).told.subscribe()
+    }
+
     /// Keeps none from now on: the worker is about to leave. Those that there are stay until it does.
     pub fn refuse(&self) {
         lock(&self.state).closed = true;
@@ -149,7 +170,9 @@ impl Kept {
         let machines = {
             let mut state = lock(&self.state);
             state.closed = true;
-            std::mem::take(&mut state.machines)
+            let machines = std::mem::take(&mut state.machines);
+            state.tell();
+            machines
         };
         let all: Vec<_> = machines.into_values().map(|Entry { gone, .. }| gone).collect();
         for gone in all {
@@ -169,18 +192,23 @@ impl Room<'_> {
             return Err(KeepError::Closed);
         }
         state.next += 1;
-        let (number, bytes, end) = (state.next, machine.bytes, CancellationToken::new());
-        let (all, standby, over) = (self.kept.state.clone(), self.kept.standby.clone(), end.clone());
+        let (number, bytes, (end, over)) = (state.next, machine.bytes, oneshot::channel());
+        let (all, standby) = (self.kept.state.clone(), self.kept.standby.clone());
+        let until = SystemTime::now().checked_add(time).and_then(|until| until.duration_since(UNIX_EPOCH).ok()).unwrap_or_default();
+        let until_ms = u64::try_from(until.as_millis()).unwrap_or(u64::MAX);
+        let told = KeptMachine { name: machine.name, until_ms, memory_bytes: bytes };
         let gone = tokio::spawn(async move {
             hold(machine, time, over).await;
             let bytes = {
                 let mut state = lock(&all);
                 state.machines.remove(&number);
+                state.tell();
                 state.bytes()
             };
             standby.leave(bytes);
         });
-        state.machines.insert(number, Entry { bytes, end: end.drop_guard(), gone });
+        state.machines.insert(number, Entry { told, bytes, end, gone });
+        state.tell();
         Ok(())
     }
 }
@@ -199,14 +227,16 @@ impl Drop for Kept {
 }
 
 /// Holds a machine until its time is over, or nobody wants it, or it ended.
-async fn hold(machine: Machine, time: Duration, over: CancellationToken) {
-    let Machine { name, guest, machine, entered, .. } = machine;
+async fn hold(machine: Machine, time: Duration, over: oneshot::Receiver<Gone>) {
+    let Machine { name, guest, machine, mut entered, asked, .. } = machine;
     let why = tokio::select! {
-        () = over.cancelled() => "its room is needed, or the worker leaves",
-        () = tokio::time::sleep(time) => "its time is over",
-        _ended = machine.vm.ended() => "it ended by itself",
+        why = over => why.unwrap_or(Gone::Leaves),
+        () = asked.cancelled() => Gone::Asked,
+        () = tokio::time::sleep(time) => Gone::Time,
+        _ended = machine.vm.ended() => Gone::Died,
     };
-    tracing::info!(job = %name.job, task = name.index, attempt = name.number, why, "a machine that was kept goes");
+    tracing::info!(job = %name.job, task = name.index, attempt = name.number, "a machine that was kept goes: {}", why.as_str());
+    entered.goes(why);
     drop((entered, guest));
     machine.end().await;
 }

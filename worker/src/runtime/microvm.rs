@@ -14,6 +14,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
+use futures::FutureExt;
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
 use volley_guest::files::{Unpack, UnpackError};
@@ -33,7 +34,7 @@ use crate::machines::{Machines, Wanted};
 use crate::persist::PersistError;
 use crate::prepare::{InMachine, Prepared};
 use crate::restore::RestoreError;
-use crate::shells::{Entered, Place as ShellPlace};
+use crate::shells::{Entered, Gone, Place as ShellPlace};
 use crate::standby::Standing;
 use crate::vmm::console;
 use command::Running;
@@ -94,6 +95,11 @@ impl MicrovmMachine {
 
     /// Kills the machine, whatever it does. [`MicrovmMachine::release`] waits for its end.
     pub fn kill(&mut self) {
+        if let (Some(entered), Some(ready)) = (&mut self.entered, &self.ready)
+            && ready.vm.ended().now_or_never().is_some()
+        {
+            entered.goes(Gone::Died);
+        }
         (self.running, self.entered) = (None, None);
         if let Some(Ready { vm, guest, group, .. }) = self.ready.take() {
             drop(guest);
@@ -132,8 +138,8 @@ impl MicrovmMachine {
         };
         // One that does not answer has ended, or is of no use to anybody; dropped, it goes.
         guest.hold(false).await.map_err(|_| KeepError::Gone)?;
-        entered.reopen();
-        room.keep(kept::Machine { name: entered.name(), guest, machine: Standing { vm, group }, entered, bytes }, time)
+        let asked = entered.reopen();
+        room.keep(kept::Machine { name: entered.name(), guest, machine: Standing { vm, group }, entered, asked, bytes }, time)
     }
 
     /// Kills the machine and waits until nothing is left of it.

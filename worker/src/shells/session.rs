@@ -7,7 +7,7 @@
 use std::collections::VecDeque;
 use std::convert::Infallible;
 use std::sync::{Mutex, PoisonError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use minicbor::bytes::ByteVec;
 use tokio::sync::{Notify, mpsc};
@@ -26,6 +26,8 @@ pub const FRAMES_MAX: usize = 2 * PIECES_MAX;
 const PIECES_WAITING: usize = 4;
 /// The highest signal there is.
 const SIGNAL_MAX: i32 = 64;
+/// How long it may take until it is known why a machine says nothing more.
+const GONE_WAIT: Duration = Duration::from_secs(1);
 /// What a shell ends with when it finds no program, and when that can't be run.
 const NOT_FOUND: i32 = 127;
 const NOT_EXECUTABLE: i32 = 126;
@@ -78,10 +80,15 @@ pub async fn run(permit: Permit, mut heard: mpsc::Receiver<Frame>, say: mpsc::Se
     let begin = Instant::now();
     let mut talk = Talk { link: Link::new(End::Worker, 0), begin, say };
     let over = permit.over.clone();
+    let gone = || Some(Body::failed(format!("the machine is not there any more: {}", permit.why().as_str())));
     let last = tokio::select! {
         biased;
-        () = over.cancelled() => Some(Body::failed("the machine is not there any more: its task's command has ended, or the time it was kept for")),
-        last = talk.serve(&permit.guest, &permit.exec, &mut heard) => last,
+        () = over.cancelled() => gone(),
+        last = talk.serve(&permit.guest, &permit.exec, &mut heard) => match last {
+            // Its connection breaks a moment before it is known what became of it.
+            Some(Body::Failed(_)) if tokio::time::timeout(GONE_WAIT, over.cancelled()).await.is_ok() => gone(),
+            last => last,
+        },
     };
     // The command is given up with the future that had it.
     if let Some(last) = last {

@@ -36,6 +36,17 @@ pub enum BuildError {
     /// The budget is used up.
     #[error("{0}")]
     NoRoom(NoRoom),
+    /// It is larger than the whole budget.
+    #[error(
+        "its machine of {} MiB is larger than all the room that this worker has for templates, {} MiB (--template-memory: a machine's whole \
+         memory is set aside while its template is made); ask for less (task.resources.memory), or give the worker more", .wanted >> 20, .bytes_max >> 20
+    )]
+    TooLarge {
+        /// Bytes of the machine.
+        wanted: u64,
+        /// The budget.
+        bytes_max: u64,
+    },
     /// The VMM does not do it.
     #[error("building a template failed at {stage}: {source}{console}")]
     Vmm {
@@ -95,6 +106,18 @@ pub enum BuildError {
     /// It is shared, and the bucket does not give it.
     #[error("fetching a template failed: {0}")]
     Away(Box<DepotError>),
+    /// It could not be built here a while ago.
+    #[error("its machine's template could not be built {ago_s} s ago, which stands for {for_s} s more: {reason}")]
+    Remembered {
+        /// Since when it is known, in seconds.
+        ago_s: u64,
+        /// How long that stands.
+        for_s: u64,
+        /// Why, without what the machine said: the first who asked was told that.
+        reason: String,
+        /// Was it the warm-up?
+        warm_up: bool,
+    },
     /// Another worker could not build it a moment ago.
     #[error("worker {by} could not build the template, which stands for {for_s} s at most: {reason}")]
     Elsewhere {
@@ -109,11 +132,38 @@ pub enum BuildError {
     },
 }
 
+impl From<NoRoom> for BuildError {
+    fn from(why: NoRoom) -> Self {
+        match why.wanted > why.bytes_max {
+            true => Self::TooLarge { wanted: why.wanted, bytes_max: why.bytes_max },
+            false => Self::NoRoom(why),
+        }
+    }
+}
+
 impl BuildError {
     /// Is it the job's own fault? Another try would meet the same warm-up.
     #[must_use]
     pub fn is_warm_up(&self) -> bool {
-        matches!(self, Self::WarmUp { .. } | Self::Elsewhere { warm_up: true, .. })
+        matches!(self, Self::WarmUp { .. } | Self::Elsewhere { warm_up: true, .. } | Self::Remembered { warm_up: true, .. })
+    }
+
+    /// Is it only what is known of an earlier build?
+    #[must_use]
+    pub fn is_known(&self) -> bool {
+        matches!(self, Self::Elsewhere { .. } | Self::Remembered { .. })
+    }
+
+    /// Without what the machine and its commands said.
+    #[must_use]
+    pub fn brief(&self) -> String {
+        let text = crate::chain(self);
+        let said = match self {
+            Self::Vmm { console, .. } | Self::Guest { console, .. } | Self::Late { console, .. } => console.clone(),
+            Self::WarmUp { said, .. } => format!("; {said}"),
+            _ => String::new(),
+        };
+        text.strip_suffix(&said).map_or(text.clone(), str::to_owned)
     }
 
     /// Would it fail on every worker? Else it is this host's own trouble.
@@ -126,7 +176,14 @@ impl BuildError {
                 VmmError::Unusable { .. } | VmmError::Spawn(_) | VmmError::Io { .. } | VmmError::Frozen(_) => false,
                 VmmError::Other { .. } | VmmError::Slot(_) => false,
             },
-            Self::NoRoom(_) | Self::File { .. } | Self::Random(_) | Self::Ended(_) | Self::Away(_) | Self::Elsewhere { .. } => false,
+            Self::NoRoom(_)
+            | Self::TooLarge { .. }
+            | Self::File { .. }
+            | Self::Random(_)
+            | Self::Ended(_)
+            | Self::Away(_)
+            | Self::Remembered { .. }
+            | Self::Elsewhere { .. } => false,
         }
     }
 }
@@ -348,6 +405,17 @@ pub fn last_lines(text: &str, count: usize) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn in_short_an_error_says_nothing_of_the_console() {
+        let console = "; its console said last: panic".to_owned();
+        let late = BuildError::Late { stage: "the machine's boot", after: Duration::from_secs(240), console };
+        assert!(late.to_string().ends_with("panic"));
+        assert_eq!(late.brief(), "building a template did not end within 240 s; it was at the machine's boot");
+        let (command, end, said) = ("false".to_owned(), "ended with exit code 1".to_owned(), "it said nothing".to_owned());
+        let warm_up = BuildError::WarmUp { number: 1, command, end, said };
+        assert_eq!(warm_up.brief(), "building a template failed: warmUp[1] (false) ended with exit code 1");
+    }
 
     #[test]
     fn a_command_is_shown_as_it_would_be_typed_and_not_too_long() {

@@ -11,8 +11,8 @@ use super::TemplateName;
 /// Templates that can't go take all the room there is.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "no room for a template of {} MiB: {} in use or being built take {} of {} MiB; raise the worker's memory for templates, or use fewer \
-     images and sizes at once", .wanted >> 20, counted(*.others, "template", "templates"), .taken >> 20, .bytes_max >> 20
+    "no room for a template of {} MiB: {} in use or being built take {} of {} MiB; raise the worker's memory for templates (--template-memory), or use \
+     fewer images and sizes at once", .wanted >> 20, counted(*.others, "template", "templates"), .taken >> 20, .bytes_max >> 20
 )]
 pub struct NoRoom {
     /// What is wanted.

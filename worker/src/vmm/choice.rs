@@ -74,6 +74,8 @@ pub struct Chosen {
     pub vmm: Arc<dyn Vmm>,
     /// Why it, in words.
     pub why: String,
+    /// What was named and is not used, with the reason, in words.
+    pub unused: Option<String>,
 }
 
 /// Why there is none.
@@ -101,17 +103,21 @@ pub async fn open(choice: Choice, programs: &Programs<'_>, spawner: MachineSpawn
     match choice {
         Choice::Qemu => {
             let vmm = Arc::new(Qemu::open(spawner, programs.qemu, kvm).await?);
-            Ok(Chosen { vmm, why: format!("it was asked for, and {}", kvm.as_str()) })
+            let unused = unused("--firecracker", programs.firecracker, "--vmm qemu asks for QEMU");
+            Ok(Chosen { vmm, why: format!("it was asked for, and {}", kvm.as_str()), unused })
         }
         Choice::Firecracker => {
             let vmm = Arc::new(Firecracker::open(spawner, &firecracker(programs.firecracker)?, kvm).await?);
-            Ok(Chosen { vmm, why: format!("it was asked for, and {}", kvm.as_str()) })
+            let unused = unused("--qemu", programs.qemu, "--vmm firecracker asks for Firecracker");
+            Ok(Chosen { vmm, why: format!("it was asked for, and {}", kvm.as_str()), unused })
         }
         Choice::Auto => {
             let without = match by_kvm(kvm, programs.firecracker) {
                 Ok(program) => match Firecracker::open(spawner.clone(), &program, kvm).await {
                     Ok(vmm) => {
-                        return Ok(Chosen { vmm: Arc::new(vmm), why: format!("{}, and {} is there", kvm.as_str(), program.display()) });
+                        let why = format!("{}, and {} is there", kvm.as_str(), program.display());
+                        let unused = unused("--qemu", programs.qemu, "Firecracker is taken where KVM executes; --vmm qemu takes QEMU");
+                        return Ok(Chosen { vmm: Arc::new(vmm), why, unused });
                     }
                     // It was named, so it is meant.
                     Err(why) if programs.firecracker.is_some() => return Err(why.into()),
@@ -120,11 +126,20 @@ pub async fn open(choice: Choice, programs: &Programs<'_>, spawner: MachineSpawn
                 Err(why) => why,
             };
             match Qemu::open(spawner, programs.qemu, kvm).await {
-                Ok(vmm) => Ok(Chosen { vmm: Arc::new(vmm), why: without }),
+                Ok(vmm) => {
+                    let why = format!("{}; --vmm firecracker takes it all the same, where it can run", kvm.as_str());
+                    let unused = unused("--firecracker", programs.firecracker, &why);
+                    Ok(Chosen { vmm: Arc::new(vmm), why: without, unused })
+                }
                 Err(qemu) => Err(ChoiceError::None { qemu, firecracker: without }),
             }
         }
     }
+}
+
+/// Says that a program is not used that was named.
+fn unused(flag: &str, named: Option<&Path>, why: &str) -> Option<String> {
+    named.map(|program| format!("{flag} {} is not used: {why}", program.display()))
 }
 
 /// The Firecracker to try, where nobody asked for one; or why none.
@@ -173,6 +188,13 @@ mod tests {
         for kvm in [Kvm::Emulates, Kvm::Missing, Kvm::Forbidden, Kvm::Broken] {
             assert_eq!(by_kvm(kvm, Some(named)), Err(kvm.as_str().to_owned()));
         }
+    }
+
+    #[test]
+    fn what_is_named_and_not_used_is_said() {
+        assert_eq!(unused("--qemu", None, "no"), None);
+        let said = unused("--firecracker", Some(Path::new("/opt/fc")), "there is no KVM").unwrap();
+        assert_eq!(said, "--firecracker /opt/fc is not used: there is no KVM");
     }
 
     #[test]

@@ -71,7 +71,7 @@ impl Qemu {
         let program = program.unwrap_or(Path::new(PROGRAM)).to_owned();
         let unusable = |why: String| VmmError::Unusable { vmm: Kind::Qemu, why };
         if !program.is_file() {
-            return Err(unusable(format!("{} is not there; install qemu-system-x86", program.display())));
+            return Err(unusable(format!("{} is not there; install qemu-system-x86, or name another with --qemu", program.display())));
         }
         let said = super::version_of(&spawner, Program::Path(&program), "qemu").await;
         let said = said.map_err(|why| match why {

@@ -282,7 +282,7 @@ async fn a_firecracker_that_can_not_be_used_is_told_in_a_line() {
         kvm => assert_eq!(
             refused(&machines, dir.path()).await,
             format!(
-                "QEMU can't be used: /nowhere/qemu is not there; install qemu-system-x86; Firecracker is not used either: {}",
+                "QEMU can't be used: /nowhere/qemu is not there; install qemu-system-x86, or name another with --qemu; Firecracker is not used either: {}",
                 kvm.as_str()
             )
         ),

@@ -117,7 +117,7 @@ async fn inside_a_task_runs_in_linux_on_firecracker() {
             Err(why) => println!("again: {why}"),
         }
     }
-    let Chosen { vmm, why } = chosen.unwrap();
+    let Chosen { vmm, why, .. } = chosen.unwrap();
     println!("chosen: {}: {why}", vmm.capabilities().identity);
     assert_eq!(why, "KVM is usable, and /bin/firecracker is there");
     assert!(!vmm.capabilities().emulated);

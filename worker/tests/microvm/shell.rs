@@ -21,7 +21,7 @@ pub fn attempt(w: &World, job: JobId) -> AttemptName {
 /// A wish for a command.
 pub fn wish(name: AttemptName, words: &[&str], tty: Option<Tty>) -> Open {
     let argv = words.iter().map(|word| (*word).to_owned()).collect();
-    Open { name, session: SessionId::new([7; 16]), argv, tty, term: None }
+    Open { name, session: SessionId::new([7; 16]), argv, tty, term: None, end: false }
 }
 
 /// What came of a command.

@@ -30,7 +30,7 @@ async fn a_template_is_built_once_and_goes_when_another_needs_its_room() {
     let mut without = config.clone();
     (without.vmm, without.qemu) = (Choice::Qemu, Some("/nowhere/qemu".into()));
     let why = Machines::open(&without, &dir.path().join("machines"), 2, None).await.unwrap_err().to_string();
-    assert_eq!(why, "QEMU can't be used: /nowhere/qemu is not there; install qemu-system-x86");
+    assert_eq!(why, "QEMU can't be used: /nowhere/qemu is not there; install qemu-system-x86, or name another with --qemu");
     let machines = Machines::open(&config, &dir.path().join("machines"), 2, None).await.unwrap();
     let (name, tenant, other) = (format!("sha256:{}", note.digest.hex()), TenantId::new("a").unwrap(), TenantId::new("b").unwrap());
     let begin = Instant::now();

@@ -3,13 +3,15 @@
 use std::time::{Duration, Instant};
 
 use async_nats::jetstream;
-use volley_jobspecs::subjects::{TEMPLATES_BUCKET, TEMPLATES_KEPT_MS};
+use volley_jobspecs::subjects::TEMPLATES_BUCKET;
 use volley_worker::template::TemplateName;
 use volley_worker::template::claim::{Claimed, Ending, Lease, Leases};
 
 use crate::nats::Nats;
 
 const WAIT: Duration = Duration::from_secs(60);
+/// How long failures stand here: less than in a cluster (`subjects::TEMPLATES_KEPT_MS`), and longer than a lease.
+const KEPT: Duration = Duration::from_secs(15);
 
 async fn leases(nats: &Nats, by: &str) -> Leases {
     Leases::new(nats.client().await, by.to_owned())
@@ -20,7 +22,7 @@ async fn make_bucket(nats: &Nats) {
     let context = jetstream::new(nats.coordinator().await);
     let config = jetstream::kv::Config {
         bucket: TEMPLATES_BUCKET.to_owned(),
-        max_age: Duration::from_millis(TEMPLATES_KEPT_MS),
+        max_age: KEPT,
         storage: jetstream::stream::StorageType::Memory,
         ..Default::default()
     };

@@ -2,11 +2,15 @@
 
 use volley_jobspecs::api::ClusterView;
 
+use crate::clean;
 use crate::ctx::Ctx;
 use crate::error::CliError;
 use crate::exit::Exit;
 use crate::table::fields;
 use crate::units;
+
+/// Longest line about what workers lack, in characters.
+const LINE_CHARS: usize = 1_200;
 
 /// Arguments.
 #[derive(Debug, clap::Args)]
@@ -29,7 +33,7 @@ fn text(cluster: &ClusterView, endpoint: &str) -> String {
         }
     };
     let leader = if cluster.leader.is_empty() { "none yet" } else { &cluster.leader };
-    fields(&[
+    let mut pairs = vec![
         ("cluster", cluster.id.clone()),
         ("address", endpoint.to_owned()),
         ("version", cluster.version.clone()),
@@ -40,5 +44,7 @@ fn text(cluster: &ClusterView, endpoint: &str) -> String {
         ("log", used),
         ("bucket", cluster.bucket.clone()),
         ("accepts", cluster.features.join(", ")),
-    ])
+    ];
+    pairs.extend(cluster.lacks.iter().map(|line| ("lacks", clean::cell(line, LINE_CHARS))));
+    fields(&pairs)
 }

@@ -2,6 +2,7 @@
 
 use std::io::{self, Read as _, Write as _};
 
+use serde_json::json;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::mpsc;
 use volley_jobspecs::ids::JobId;
@@ -29,6 +30,9 @@ pub struct Args {
     /// In the machine of which try, counted from 1. Default: of the one that runs, else of the last.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     attempt: Option<u32>,
+    /// Ends the machine instead, one that was kept, before its time. `volley workers` lists those there are.
+    #[arg(long, conflicts_with = "command")]
+    end: bool,
     /// The command and its arguments, behind `--`. Default: a shell, /bin/sh. It runs beside the task's command, as the same user, with the same
     /// environment and directory. On a terminal it has one of its own; otherwise input, output and errors are passed on apart, as they
     /// are. Its exit code is that of `volley exec`; a signal counts as 128 and its number.
@@ -38,6 +42,12 @@ pub struct Args {
 
 /// Carries it out.
 pub async fn run(ctx: &Ctx, args: Args) -> Result<Exit, CliError> {
+    if args.end {
+        ctx.client()?.end_machine(args.job, args.task, args.attempt).await?;
+        let ended = json!({ "job": args.job.to_string(), "task": args.task, "ended": true });
+        ctx.out.show(&ended, || format!("the machine of task {} of {} was ended\n", args.task, args.job))?;
+        return Ok(Exit::Success);
+    }
     if ctx.out.json() {
         return Err(CliError::Usage("exec passes on what the command writes as it is, which is no JSON; leave `-o json` out".to_owned()));
     }

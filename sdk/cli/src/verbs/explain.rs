@@ -10,7 +10,7 @@ use crate::exit::Exit;
 use crate::table::table;
 
 /// Longest sentence shown, in characters.
-const LINE_CHARS: usize = 500;
+const LINE_CHARS: usize = 1_000;
 
 /// Arguments.
 #[derive(Debug, clap::Args)]
@@ -45,7 +45,7 @@ fn text(explanation: &Explanation) -> String {
     }
     let row = |worker: &volley_jobspecs::api::WorkerExplanation| {
         let reasons = if worker.reasons.is_empty() { "fits".to_owned() } else { worker.reasons.join("; ") };
-        vec![worker.worker.clone(), clean::cell(&reasons, 200)]
+        vec![worker.worker.clone(), clean::cell(&reasons, LINE_CHARS)]
     };
     format!("{summary}\n{}", table(&["WORKER", "IN THE WAY"], explanation.workers.iter().map(row).collect()))
 }

@@ -14,6 +14,9 @@ use crate::table::fields;
 use crate::units;
 use crate::verbs::run::remarks;
 
+/// Longest line about what keeps tasks from beginning, in characters: a reason and the end of a console.
+const TROUBLE_CHARS: usize = 2_000;
+
 /// Arguments.
 #[derive(Debug, clap::Args)]
 pub struct Args {
@@ -51,6 +54,7 @@ fn text(job: &JobView, with_remarks: u64, now: Timestamp) -> String {
         ("tenant", job.tenant.clone()),
         ("state", state(job)),
         ("reason", clean::cell(job.reason.as_deref().unwrap_or_default(), 200)),
+        ("in the way", clean::cell(job.trouble.as_deref().unwrap_or_default(), TROUBLE_CHARS)),
         ("tasks", counts.total.to_string()),
         ("  waiting", number(counts.waiting)),
         ("  running", number(counts.running)),

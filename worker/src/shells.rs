@@ -153,9 +153,14 @@ impl Shells {
         }
         let guest = state.machines.get(&open.name).filter(|entry| !entry.closed).and_then(|entry| entry.place.guest.upgrade());
         let (Some(guest), Some(entry)) = (guest, state.machines.get_mut(&open.name)) else {
-            let text = match state.why(&open.name) {
-                Some(why) => format!("its machine is gone: {}", why.as_str()),
-                None => "its worker has no machine of it: its command has not begun, or it ended and the machine was not kept".to_owned(),
+            let text = match (state.machines.contains_key(&open.name), state.why(&open.name)) {
+                (true, _) => {
+                    "its command has ended and its outputs are being fetched; where the machine is kept, try again in a moment".to_owned()
+                }
+                (false, Some(why)) => format!("its machine is gone: {}", why.as_str()),
+                (false, None) => {
+                    "its worker has no machine of it: its command has not begun, or it ended and the machine was not kept".to_owned()
+                }
             };
             return Err(no(Refused::NotHere, &text));
         };

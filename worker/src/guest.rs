@@ -4,6 +4,7 @@
 //! answer. The guest is not trusted: it can make a call fail, and nothing else. It can't make this side panic, hold more than
 //! `wire::guest::mux` allows, or wait past a deadline. Does not own the machine (`vmm`), nor what its commands mean.
 
+pub mod alive;
 mod files;
 mod link;
 
@@ -50,6 +51,12 @@ pub enum GuestError {
     Silent {
         /// To what.
         what: &'static str,
+        /// For how long.
+        after: Duration,
+    },
+    /// It was asked again and again, and nothing came.
+    #[error("the machine's agent gave no sign of life for {} s", .after.as_secs())]
+    NoSign {
         /// For how long.
         after: Duration,
     },

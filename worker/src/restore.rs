@@ -98,6 +98,8 @@ impl RestoreError {
     pub fn class(&self) -> FailureClass {
         match self {
             Self::Template(TemplateError::Build(why)) if matches!(**why, BuildError::Away(_)) => FailureClass::StorageFailed,
+            // It was there, and had confirmed.
+            Self::Inputs(FilesError::Guest(GuestError::NoSign { .. })) => FailureClass::GuestLost,
             // The job's own fault, on every worker: no other try, and nothing that speaks against the worker.
             Self::Template(TemplateError::Build(why)) if why.is_warm_up() => FailureClass::InputMissing,
             // The same, on this worker; the coordinator gives it to none that it knows to be too small.

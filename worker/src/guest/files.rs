@@ -93,7 +93,7 @@ impl Guest {
                 Err(e) => Err(e.into()),
             }
         };
-        within(what, time_max, moved).await
+        self.within(what, time_max, moved).await
     }
 
     /// Copies files out of the machine, into `dir`. What arrived here; what the guest left out is counted too.
@@ -138,7 +138,21 @@ impl Guest {
                 Err(e) => Err(e.into()),
             }
         };
-        within(what, time_max, moved).await
+        self.within(what, time_max, moved).await
+    }
+
+    /// Waits for it until the deadline, or until the machine gave no sign of life for too long: a large transfer may take long, and one that
+    /// stands still may not.
+    async fn within<T>(
+        &self,
+        what: &'static str,
+        time_max: Duration,
+        moved: impl Future<Output = Result<T, FilesError>>,
+    ) -> Result<T, FilesError> {
+        tokio::select! {
+            moved = tokio::time::timeout(time_max, moved) => moved.unwrap_or(Err(GuestError::Silent { what, after: time_max }.into())),
+            why = self.silence() => Err(why.into()),
+        }
     }
 }
 
@@ -147,8 +161,4 @@ fn files(answer: Answer, what: &'static str) -> Result<Files, FilesError> {
         Answer::Files(files) => Ok(files),
         _ => Err(GuestError::Nonsense { what }.into()),
     }
-}
-
-async fn within<T>(what: &'static str, time_max: Duration, moved: impl Future<Output = Result<T, FilesError>>) -> Result<T, FilesError> {
-    tokio::time::timeout(time_max, moved).await.unwrap_or(Err(GuestError::Silent { what, after: time_max }.into()))
 }

@@ -2,6 +2,7 @@
 //!
 //! Owns the task that moves bytes between the connection and `wire::guest::mux`, and waking whoever waits. Does not know verbs.
 
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -29,6 +30,8 @@ struct Shared {
     changed: Notify,
     /// There is something to send, or the session is to stop.
     wake: Notify,
+    /// How often something came.
+    heard: AtomicU64,
 }
 
 #[derive(Debug)]
@@ -76,7 +79,7 @@ impl Link {
     /// Takes over the connection. `rest` came behind the echo.
     pub fn start(stream: Box<dyn Stream>, rest: &[u8]) -> Self {
         let state = State { mux: Mux::new(Side::Host), over: None, stop: false };
-        let shared = Arc::new(Shared { state: Mutex::new(state), changed: Notify::new(), wake: Notify::new() });
+        let shared = Arc::new(Shared { state: Mutex::new(state), changed: Notify::new(), wake: Notify::new(), heard: AtomicU64::new(0) });
         let broken = shared.lock().mux.feed(rest);
         if let Err(why) = broken {
             shared.end(why.to_string());
@@ -100,6 +103,17 @@ impl Link {
         drop(state);
         self.shared.wake.notify_one();
         Ok(Call { shared: self.shared.clone(), number })
+    }
+
+    /// How often something came from the machine.
+    pub fn heard(&self) -> u64 {
+        self.shared.heard.load(Ordering::Relaxed)
+    }
+
+    /// Ends the session; who waits in it is told why.
+    pub fn give_up(&self, why: &str) {
+        self.shared.end(why);
+        self.shared.wake.notify_one();
     }
 
     /// Ends the session and gives the connection back, with nothing more read or written.
@@ -153,10 +167,13 @@ async fn carry(stream: Box<dyn Stream>, shared: Arc<Shared>) -> Option<Box<dyn S
         let moved = tokio::select! {
             read = reader.read(&mut buffer) => match read {
                 Ok(0) => Err("it hung up".to_owned()),
-                Ok(len) => shared.lock().mux.feed(buffer.get(..len).unwrap_or_default()).map_err(|why| match why {
-                    Broken::Told { .. } => format!("it says {why}"),
-                    _ => format!("it sent {why}"),
-                }),
+                Ok(len) => {
+                    shared.heard.fetch_add(1, Ordering::Relaxed);
+                    shared.lock().mux.feed(buffer.get(..len).unwrap_or_default()).map_err(|why| match why {
+                        Broken::Told { .. } => format!("it says {why}"),
+                        _ => format!("it sent {why}"),
+                    })
+                }
                 Err(e) => Err(format!("the connection broke: {e}")),
             },
             wrote = writer.write(rest), if !rest.is_empty() => wrote.map(|len| sent += len).map_err(|e| format!("the connection broke: {e}")),

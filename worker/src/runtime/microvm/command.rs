@@ -135,6 +135,7 @@ async fn run(
         ended = ended => ended.map_err(Why::Lost),
         never = fed => match never {},
         never = stopped => never,
+        why = guest.silence() => Err(Why::Lost(why)),
     }
 }
 

@@ -35,4 +35,5 @@ mod rerun;
 mod restarts;
 mod retry;
 mod telemetry;
+mod templates;
 mod users;

@@ -237,8 +237,8 @@ pub struct MachineArgs {
     /// (`openssl rand -hex 32`), the first is written with.
     #[arg(long, env = "VOLLEY_TEMPLATE_KEYS", value_name = "FILE", help_heading = "microVMs")]
     pub template_keys: Option<PathBuf>,
-    /// Memory of the host for machines' snapshots, such as 4GiB; beside --memory. Default: an eighth of the host's, as each takes only what its machine
-    /// has written (some 100 MiB); but a machine's whole memory is set aside while its snapshot is made, so none larger than this can run.
+    /// Memory for machines' snapshots, such as 4GiB. Beside --memory. Default: an eighth of the host's, as each takes only what its machine has written
+    /// (some 100 MiB). A machine's whole memory is set aside while its snapshot is made, so none larger than this can run.
     #[arg(long, env = "VOLLEY_TEMPLATE_MEMORY", value_name = "SIZE", value_parser = units::scalar::<ByteSize>, help_heading = "microVMs")]
     pub template_memory: Option<ByteSize>,
     /// What runs the machines: auto, qemu or firecracker. `auto` is Firecracker where KVM executes and there is one, else QEMU (with KVM if that executes, else emulating).

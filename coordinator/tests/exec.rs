@@ -18,7 +18,7 @@ use volley_jobspecs::spec;
 use volley_jobspecs::validate::Features;
 use volley_jobspecs::wire::plan::Isolation;
 use volley_jobspecs::wire::report::{AttemptEnd, Ending};
-use volley_jobspecs::wire::shell::{Body, Ended, Frame, Open, Opened, Refused, Tty};
+use volley_jobspecs::wire::shell::{Body, Ended, Frame, Open, Opened, PIECE_BYTES_MAX, Refused, Tty};
 use volley_jobspecs::{subjects, wire};
 
 fn one_task(isolation: &str) -> Value {
@@ -33,9 +33,13 @@ type Socket = tokio_tungstenite::WebSocketStream<tokio::net::TcpStream>;
 
 /// Asks for a session; it, or the status and the error.
 async fn ask(cluster: &Cluster, path: &str) -> Result<Socket, (u16, Value)> {
+    ask_as(cluster, BOOTSTRAP, path).await
+}
+
+async fn ask_as(cluster: &Cluster, token: &str, path: &str) -> Result<Socket, (u16, Value)> {
     let addr = cluster.running.addr;
     let mut request = format!("ws://{addr}{path}").into_client_request().expect("a request");
-    request.headers_mut().insert("authorization", format!("Bearer {BOOTSTRAP}").parse().expect("a header"));
+    request.headers_mut().insert("authorization", format!("Bearer {token}").parse().expect("a header"));
     let stream = tokio::net::TcpStream::connect(addr).await.expect("a connection");
     match tokio_tungstenite::client_async(request, stream).await {
         Ok((socket, answer)) => {
@@ -199,4 +203,68 @@ async fn a_kept_machine_is_ended_by_those_who_see_its_job() {
 /// It failed by itself.
 fn failure(name: AttemptName) -> AttemptEnd {
     AttemptEnd { code: Some(1), ..AttemptEnd::bare(name, Ending::Failed(FailureClass::ExitCode), Isolation::Microvm) }
+}
+
+/// Why the coordinator ended a session: what it says last, which must be soon.
+async fn end_of(frames: &mut async_nats::Subscriber) -> String {
+    loop {
+        let message = tokio::time::timeout(Duration::from_secs(5), frames.next()).await.expect("in time").expect("a frame");
+        if let Frame { number: 0, body: Body::Failed(why) } = wire::decode("frame", &message.payload).expect("a frame") {
+            return why;
+        }
+    }
+}
+
+/// As the client hears it.
+async fn told(socket: &mut Socket) -> String {
+    let Message::Binary(bytes) = next(socket).await else { panic!("no frame") };
+    let frame: Frame = wire::decode("frame", &bytes).expect("a frame");
+    assert!(matches!(next(socket).await, Message::Close(_)));
+    let Frame { number: 0, body: Body::Failed(why) } = frame else { panic!("{frame:?}") };
+    why
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn who_breaks_the_rules_or_may_not_any_more_is_cut_off_at_once() {
+    let Some((cluster, mut begun)) = start().await else { return };
+    cluster.post("/v1/tenants", json!({ "tenant": "acme" }).to_string()).await.expect(201);
+    let token = cluster.post("/v1/tokens", json!({ "tenant": "acme" }).to_string()).await.expect(201).json();
+    let (token, id) = (token["token"].as_str().expect("a token"), token["id"].as_str().expect("its id"));
+    let job = cluster.call(Method::POST, "/v1/jobs", Some(token), &[], one_task("microvm").to_string()).await.expect(201).json();
+    begun.recv().await.expect("an attempt");
+    let worker = WorkerId::new("w1").expect("a name");
+    let (client, mut opens) = serve(&cluster, Opened::Yes).await;
+    let path = format!("/v1/jobs/{}/tasks/0/exec", job["job"].as_str().expect("a job"));
+    let mut open = async || {
+        let socket = ask_as(&cluster, token, &path).await.expect("it opens");
+        let session = opens.recv().await.expect("a wish").session;
+        let heard = client.subscribe(subjects::shell_to_worker(&worker, &session)).await.expect("a subscription");
+        client.flush().await.expect("flushed");
+        (socket, heard, subjects::shell_from_worker(&worker, &session))
+    };
+    // Its worker says nothing from the beginning; see below.
+    let (mut silent, mut of_silent, _) = open().await;
+    let since = std::time::Instant::now();
+    for (what, says) in [(Message::Binary(b"nonsense".to_vec().into()), "frame of the client"), (Message::Text("{}".into()), "text")] {
+        let (mut socket, mut heard, _) = open().await;
+        socket.send(what).await.expect("sent");
+        let (to_client, to_worker) = (told(&mut socket).await, end_of(&mut heard).await);
+        assert!(to_client == to_worker && to_client.contains(says), "{to_client}");
+    }
+    // One that acknowledges what it never reads: what would wait for it is not held.
+    let (_unread, mut heard, from) = open().await;
+    for number in 1..2_000 {
+        let body = Body::Output { stderr: false, bytes: vec![0; PIECE_BYTES_MAX].into() };
+        client.publish(from.clone(), wire::encode(&Frame { number, body }).into()).await.expect("published");
+    }
+    let why = end_of(&mut heard).await;
+    assert!(why.contains("takes what it does not take"), "{why}");
+    let why = told(&mut silent).await;
+    assert!(why.contains("its worker says nothing any more") && since.elapsed() > Duration::from_secs(15), "{why}");
+    assert_eq!(end_of(&mut of_silent).await, why);
+    let (mut socket, mut heard, _) = open().await;
+    cluster.call(Method::DELETE, &format!("/v1/tokens/{id}"), Some(BOOTSTRAP), &[], "").await;
+    let (to_client, to_worker) = (told(&mut socket).await, end_of(&mut heard).await);
+    assert!(to_client == to_worker && to_client.contains("revoked"), "{to_client}");
+    cluster.stop().await;
 }

@@ -80,7 +80,13 @@ async fn a_workers_disk_is_full() {
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
     disk.fill();
-    tokio::time::sleep(Duration::from_secs(6)).await;
+    // Until one has failed of it, which takes as long as the host's own disk does, and then some more.
+    let filled = Instant::now();
+    while cluster.client.job(job).await.unwrap().tasks.backoff == 0 {
+        assert!(filled.elapsed() < Duration::from_secs(60), "{}", cluster.logs(20));
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    tokio::time::sleep(Duration::from_secs(4)).await;
     let during = cluster.client.job(job).await.unwrap();
     disk.empty();
     let view = cluster.wait(job, Duration::from_secs(120)).await;

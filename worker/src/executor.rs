@@ -234,7 +234,9 @@ impl<B: Bus, O: Objects> Executor<B, O> {
     async fn finish(&mut self, name: &AttemptName, prepared: &Prepared, executed: Executed) -> Outcome {
         // Asked before anything is cleared away.
         let room = if executed.exit.as_ref().is_ok_and(|exit| exit.code == Some(0)) { Ok(()) } else { self.dirs.room() };
-        if !keeping::may_be_kept(prepared, &executed.exit, self.stop.timed_out()) {
+        if keeping::may_be_kept(prepared, &executed.exit, self.stop.timed_out()) {
+            self.machine.hold().await;
+        } else {
             self.machine.end_shells();
         }
         let collected = if self.machine.is_apart() { self.collect(name, prepared, &executed).await } else { Collected::Here(None) };

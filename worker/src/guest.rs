@@ -15,7 +15,7 @@ use tokio::time::Instant;
 use volley_jobspecs::wire::guest::mux::Channel;
 use volley_jobspecs::wire::guest::resync::{DISCARD_BYTES_MAX, FILLER, FILLER_BYTES, From, NONCE_BYTES, Resync, Scanner};
 use volley_jobspecs::wire::guest::{
-    Answer, Ended, Exec, Furnish, Hello, Identity, Mount, Order, PROTOCOL, Refusal, Request, SEED_BYTES, Stats, Tty,
+    Answer, Ended, Exec, Furnish, Hello, Identity, Mount, Order, PROTOCOL, Refusal, Request, SEED_BYTES, Stats,
 };
 
 pub use files::FilesError;
@@ -237,6 +237,14 @@ impl Guest {
         self.done("thaw", &Request::Thaw { target: target.to_owned() }).await
     }
 
+    /// Lets nothing of any command run, or lets them go on.
+    ///
+    /// # Errors
+    /// [`GuestError`].
+    pub async fn hold(&self, hold: bool) -> Result<(), GuestError> {
+        self.done("hold", &Request::Hold { hold }).await
+    }
+
     /// What it uses, as it says.
     ///
     /// # Errors
@@ -370,12 +378,12 @@ impl Command {
         self.call.say(&Order::Kill)
     }
 
-    /// Gives its terminal another size.
+    /// Sends a signal to its process group, or gives its terminal another size, as soon as the guest has room for one more order.
     ///
     /// # Errors
-    /// [`GuestError::Lost`]; also when more was said than the guest has taken.
-    pub fn resize(&self, size: Tty) -> Result<(), GuestError> {
-        self.call.say(&Order::Resize(size))
+    /// [`GuestError::Lost`].
+    pub async fn order(&self, order: &Order) -> Result<(), GuestError> {
+        self.call.say_in_time(order).await
     }
 
     /// Waits for its end, as the guest tells it. Output that nobody reads holds it up.

@@ -12,7 +12,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use tokio_util::sync::CancellationToken;
 use volley_jobspecs::ids::AttemptName;
 use volley_jobspecs::wire::guest::{Exec, User};
-use volley_jobspecs::wire::shell::{COMMAND_BYTES_MAX, Open, Opened, Refused, SHELL, TERM_BYTES_MAX, WORDS_MAX};
+use volley_jobspecs::wire::shell::{self, Open, Opened, Refused, SHELL};
 
 use crate::guest::Guest;
 
@@ -146,7 +146,7 @@ impl Shells {
     /// [`Opened::No`].
     pub fn open(&self, open: &Open) -> Result<Permit, Opened> {
         let no = |kind, text: &str| Opened::No { kind, text: text.to_owned() };
-        check(open).map_err(|text| no(Refused::BadRequest, text))?;
+        shell::check(&open.argv, open.term.as_deref()).map_err(|why| no(Refused::BadRequest, &why.to_string()))?;
         let mut state = self.lock();
         if state.open >= OF_ALL_MAX {
             return Err(no(Refused::TooMany, &format!("{OF_ALL_MAX} shells are open on this worker, the most; end one")));
@@ -208,6 +208,13 @@ impl Entered {
         }
     }
 
+    /// Lets none begin for now; those that are open go on.
+    pub fn hold(&self) {
+        if let Some(entry) = self.shells.lock().machines.get_mut(&self.name).filter(|entry| entry.number == self.number) {
+            entry.closed = true;
+        }
+    }
+
     /// Lets them begin again: the machine is kept. What is returned is cancelled when somebody wants it to end.
     #[must_use]
     pub fn reopen(&self) -> CancellationToken {
@@ -265,21 +272,6 @@ impl Drop for Permit {
     }
 }
 
-/// What is wrong with a wish.
-fn check(open: &Open) -> Result<(), &'static str> {
-    if open.argv.len() > WORDS_MAX || open.argv.iter().map(String::len).sum::<usize>() > COMMAND_BYTES_MAX {
-        return Err("the command is too long; send a script on its input instead");
-    }
-    if open.argv.first().is_some_and(String::is_empty) || open.argv.iter().any(|word| word.contains('\0')) {
-        return Err("the command is empty, or has a NUL byte in it");
-    }
-    let plain = |term: &String| term.len() <= TERM_BYTES_MAX && term.bytes().all(|byte| byte.is_ascii_graphic());
-    if open.term.as_ref().is_some_and(|term| !plain(term)) {
-        return Err("the kind of terminal is no name");
-    }
-    Ok(())
-}
-
 fn exec(place: &Place, open: &Open) -> Exec {
     let mut env = place.env.clone();
     if open.tty.is_some() {
@@ -304,7 +296,7 @@ fn exec(place: &Place, open: &Open) -> Exec {
 mod tests {
     use super::*;
     use volley_jobspecs::ids::JobId;
-    use volley_jobspecs::wire::shell::{SessionId, Tty};
+    use volley_jobspecs::wire::shell::{COMMAND_BYTES_MAX, SessionId, Tty, WORDS_MAX};
 
     fn name(number: u32) -> AttemptName {
         AttemptName { job: JobId(1), stage: 0, index: 2, number, sequence: 4 }

@@ -287,6 +287,11 @@ fn make_room(state: &mut State, name: &TemplateName, bytes: u64) -> Result<(), N
     let State { shelf, places } = state;
     // Failures that nobody asks for any more.
     places.retain(|_, place| !matches!(place, Place::Failed(why, at) if at.elapsed() >= kept(why)));
+    for (name, place) in &*places {
+        if let Place::Ready(template) = place {
+            shelf.grown(name, template.bytes());
+        }
+    }
     for gone in shelf.admit(*name, bytes, |name| in_use(places, name))? {
         places.remove(&gone);
     }

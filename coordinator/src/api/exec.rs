@@ -1,36 +1,33 @@
 //! `/v1/jobs/{job}/tasks/{index}/exec`: a command in a task's machine, over a WebSocket.
 //!
-//! Owns the route, which attempt's machine is meant, and handing frames on between a client and a worker. What the two hold each other to is
-//! in `wire::shell::link`; nothing of it is looked into here but the end. Does not own the machine (the worker's `shells`).
+//! Owns the route, what is wished for, and which attempt's machine is meant. Handing frames on is in `relay`, the machine is the worker's
+//! (`shells` there).
+
+mod relay;
 
 use std::sync::Arc;
 use std::time::Duration;
 
-use async_nats::{StatusCode as NatsStatus, Subscriber};
+use async_nats::StatusCode as NatsStatus;
 use axum::extract::State;
+use axum::extract::ws::WebSocketUpgrade;
 use axum::extract::ws::rejection::WebSocketUpgradeRejection;
-use axum::extract::ws::{CloseFrame, Message, WebSocket, WebSocketUpgrade, close_code};
 use axum::http::StatusCode;
 use axum::response::Response;
-use futures::future::BoxFuture;
-use futures::stream::SplitSink;
-use futures::{SinkExt, StreamExt};
+use futures::StreamExt;
+use relay::Relay;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use volley_jobspecs::api::ErrorBody;
 use volley_jobspecs::ids::{AttemptName, JobId, WorkerId};
 use volley_jobspecs::wire::plan::Isolation;
 use volley_jobspecs::wire::report::Ending;
-use volley_jobspecs::wire::shell::link::SILENCE_MS;
-use volley_jobspecs::wire::shell::{
-    COMMAND_BYTES_MAX, FRAME_BYTES_MAX, Frame, Open, Opened, Refused, SessionId, TERM_BYTES_MAX, Tty, WORDS_MAX,
-};
+use volley_jobspecs::wire::shell::{self, BadWish, FRAME_BYTES_MAX, Open, Opened, Refused, SessionId, Tty};
 use volley_jobspecs::{subjects, wire};
 
 use super::App;
 use super::auth::Caller;
 use super::error::ApiError;
 use super::extract::{PathOf, QueryOf, job_id, task_index};
-use super::streams::Permit;
 use super::tasks::{holders, stored};
 use crate::state::rows;
 
@@ -38,8 +35,6 @@ use crate::state::rows;
 pub const SESSIONS_MAX: usize = 128;
 /// How long a worker may take to answer: it asks nobody.
 const ANSWER_WAIT: Duration = Duration::from_secs(5);
-/// How long a client may take to take a frame: after that much silence its other end has given up anyway.
-const SEND_WAIT: Duration = Duration::from_millis(SILENCE_MS);
 
 /// Room for [`SESSIONS_MAX`].
 #[must_use]
@@ -85,7 +80,7 @@ pub async fn exec(
     let open = Open { name, session, argv: wish.argv, tty: wish.tty, term: wish.term, end: false };
     ask(&app, &worker, &open).await?;
     tracing::info!(job = %id, task = index, attempt = name.number, principal = caller.principal, "a shell was opened");
-    let relay = Relay { revoked: caller.revoked(&app), app, to: subjects::shell_to_worker(&worker, &session), _places: places };
+    let relay = Relay { revoked: caller.revoked(&app), app, to: subjects::shell_to_worker(&worker, &session), places };
     let upgrade = upgrade.max_message_size(FRAME_BYTES_MAX).max_frame_size(FRAME_BYTES_MAX);
     Ok(upgrade.on_upgrade(move |socket| relay.run(socket, frames)))
 }
@@ -137,23 +132,14 @@ struct Wish {
 impl Wish {
     fn read(query: &QueryOf) -> Result<Self, ApiError> {
         let argv: Vec<String> = query.all("cmd").map(str::to_owned).collect();
-        let bytes: usize = argv.iter().map(String::len).sum();
-        if argv.len() > WORDS_MAX || bytes > COMMAND_BYTES_MAX {
-            return Err(ApiError::bad_request(format!(
-                "the command has {} words of {bytes} bytes; at most {WORDS_MAX} and {COMMAND_BYTES_MAX} are allowed; send a script to a shell's input instead",
-                argv.len()
-            )));
-        }
-        if argv.first().is_some_and(String::is_empty) || argv.iter().any(|word| word.contains('\0')) {
-            return Err(ApiError::bad_request("query parameter cmd: a program to run, and words without NUL bytes"));
-        }
         let tty = query
             .get("tty")
             .map(|text| size(text).ok_or_else(|| ApiError::bad_request("query parameter tty: allowed: ROWSxCOLS, such as 24x80")));
         let term = query.get("term").map(str::to_owned);
-        if term.as_ref().is_some_and(|term| term.len() > TERM_BYTES_MAX || !term.bytes().all(|byte| byte.is_ascii_graphic())) {
-            return Err(ApiError::bad_request("query parameter term: allowed: the name of a kind of terminal, such as xterm"));
-        }
+        shell::check(&argv, term.as_deref()).map_err(|why| {
+            let parameter = if why == BadWish::Term { "term" } else { "cmd" };
+            ApiError::bad_request(format!("query parameter {parameter}: {why}"))
+        })?;
         Ok(Self { argv, tty: tty.transpose()?, term })
     }
 }
@@ -233,80 +219,6 @@ async fn ask(app: &App, worker: &WorkerId, open: &Open) -> Result<(), ApiError> 
         Opened::No { kind: Refused::TooMany, text } => Err(ApiError::new(StatusCode::TOO_MANY_REQUESTS, "too_many_streams", text)),
         Opened::No { kind: Refused::BadRequest, text } => Err(ApiError::bad_request(text)),
     }
-}
-
-/// One session's way through this coordinator.
-struct Relay {
-    app: Arc<App>,
-    /// Where the worker hears.
-    to: String,
-    revoked: BoxFuture<'static, ()>,
-    _places: (Permit, OwnedSemaphorePermit),
-}
-
-impl Relay {
-    async fn run(self, socket: WebSocket, frames: Subscriber) {
-        let Self { app, to, mut revoked, _places } = self;
-        let (mut sink, mut source) = socket.split();
-        let client = app.handle.client();
-        // Each direction on its own, so that neither is held up by who does not take the other.
-        let to_worker = async {
-            loop {
-                match source.next().await {
-                    Some(Ok(Message::Binary(bytes))) if bytes.len() <= FRAME_BYTES_MAX => {
-                        if let Err(error) = client.publish(to.clone(), bytes).await {
-                            return error.to_string();
-                        }
-                    }
-                    Some(Ok(Message::Binary(_) | Message::Text(_))) => return "the client sent what is no frame".to_owned(),
-                    Some(Ok(Message::Ping(_) | Message::Pong(_))) => {}
-                    Some(Ok(Message::Close(_))) | None => return "the client has gone".to_owned(),
-                    Some(Err(error)) => return format!("the client's connection broke: {error}"),
-                }
-            }
-        };
-        let from_worker = async {
-            let mut frames = frames;
-            let why = loop {
-                let message = tokio::select! {
-                    message = tokio::time::timeout(SEND_WAIT, frames.next()) => match message {
-                        Ok(message) => message,
-                        // It says every few seconds that it lives, as long as the session does.
-                        Err(_) => break Some("its worker says nothing any more"),
-                    },
-                    () = &mut revoked => break Some("the token was revoked"),
-                    () = app.stop.cancelled() => break Some("the coordinator is stopping; run the command again"),
-                };
-                let Some(message) = message else { break Some("the coordinator's connection to NATS ended") };
-                let last = wire::decode::<Frame>("frame of a shell", &message.payload).is_ok_and(|frame| frame.body.is_last());
-                if !send(&mut sink, Message::Binary(message.payload)).await {
-                    return Some("the client takes nothing more");
-                }
-                if last {
-                    break None;
-                }
-            };
-            if let Some(why) = why {
-                send(&mut sink, Message::Binary(wire::encode(&Frame::of_relay(why)).into())).await;
-            }
-            send(&mut sink, Message::Close(Some(CloseFrame { code: close_code::NORMAL, reason: "".into() }))).await;
-            why
-        };
-        let why = tokio::select! {
-            why = to_worker => Some(why),
-            why = from_worker => why.map(str::to_owned),
-        };
-        if let Some(why) = why {
-            tracing::debug!(why, "a shell is cut off");
-            // The worker need not wait for the silence.
-            let _ = client.publish(to, wire::encode(&Frame::of_relay(why)).into()).await;
-        }
-    }
-}
-
-/// Sends to the client, within a time. Was it taken?
-async fn send(sink: &mut SplitSink<WebSocket, Message>, message: Message) -> bool {
-    matches!(tokio::time::timeout(SEND_WAIT, sink.send(message)).await, Ok(Ok(())))
 }
 
 #[cfg(test)]

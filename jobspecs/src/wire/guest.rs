@@ -111,6 +111,14 @@ pub enum Request {
     /// before this refuse it.
     #[n(16)]
     GetNamed(#[n(0)] GetNamed),
+    /// Let nothing that commands started run, or let it go on. Answer: [`Answer::Done`], when nothing runs any more; a call that starts a
+    /// command meanwhile may wait for as long. Agents before this refuse it.
+    #[n(17)]
+    Hold {
+        /// Or go on.
+        #[n(0)]
+        hold: bool,
+    },
 }
 
 /// What the host says on a call of [`Request::Exec`] while it runs.

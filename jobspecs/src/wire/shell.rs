@@ -74,6 +74,44 @@ pub struct Open {
     pub end: bool,
 }
 
+/// What is wrong with a wish.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum BadWish {
+    /// The command is too long.
+    #[error(
+        "the command has {words} words of {bytes} bytes; at most {WORDS_MAX} and {COMMAND_BYTES_MAX} are allowed; send a script to a shell's \
+         input instead"
+    )]
+    TooLong {
+        /// Its words.
+        words: usize,
+        /// Their bytes.
+        bytes: usize,
+    },
+    /// It names no program, or has a NUL byte in it.
+    #[error("the command is a program to run, and words without NUL bytes")]
+    NoCommand,
+    /// The kind of terminal is no name.
+    #[error("the kind of terminal is a name of up to {TERM_BYTES_MAX} plain characters, such as xterm")]
+    Term,
+}
+
+/// Judges what is wished for, at whoever is asked first and again where it is to run. No words: a shell.
+///
+/// # Errors
+/// [`BadWish`].
+pub fn check(argv: &[String], term: Option<&str>) -> Result<(), BadWish> {
+    let (words, bytes) = (argv.len(), argv.iter().map(String::len).sum());
+    if words > WORDS_MAX || bytes > COMMAND_BYTES_MAX {
+        return Err(BadWish::TooLong { words, bytes });
+    }
+    if argv.first().is_some_and(String::is_empty) || argv.iter().any(|word| word.contains('\0')) {
+        return Err(BadWish::NoCommand);
+    }
+    let plain = |term: &str| term.len() <= TERM_BYTES_MAX && term.bytes().all(|byte| byte.is_ascii_graphic());
+    if term.is_some_and(|term| !plain(term)) { Err(BadWish::Term) } else { Ok(()) }
+}
+
 /// What the worker answers.
 #[derive(Debug, Clone, PartialEq, Eq, Encode, Decode)]
 pub enum Opened {

@@ -14,7 +14,7 @@ use crate::prepare::Prepared;
 use crate::runtime::Exit;
 use crate::runtime::tiers::Tiers;
 
-/// May it come to that? Then what people run in the machine goes on while its outputs are fetched. `timed_out` as of
+/// May it come to that? Then what people run in the machine stands still while its outputs are fetched, and goes on when it is kept. `timed_out` as of
 /// [`StopSignal::timed_out`](crate::stop::StopSignal::timed_out).
 pub fn may_be_kept(prepared: &Prepared, exit: &Result<Exit, ExecuteError>, timed_out: Option<bool>) -> bool {
     let failed = match (exit, timed_out) {

@@ -8,7 +8,7 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::sync::Notify;
 use tokio::task::JoinHandle;
 use volley_jobspecs::wire;
-use volley_jobspecs::wire::guest::mux::{Channel, Mux, Read, Side, Write};
+use volley_jobspecs::wire::guest::mux::{Broken, Channel, Mux, Read, Said, Side, Write};
 use volley_jobspecs::wire::guest::{Answer, Order, Request};
 
 use super::{GuestError, Stream};
@@ -153,7 +153,10 @@ async fn carry(stream: Box<dyn Stream>, shared: Arc<Shared>) -> Option<Box<dyn S
         let moved = tokio::select! {
             read = reader.read(&mut buffer) => match read {
                 Ok(0) => Err("it hung up".to_owned()),
-                Ok(len) => shared.lock().mux.feed(buffer.get(..len).unwrap_or_default()).map_err(|why| format!("it sent {why}")),
+                Ok(len) => shared.lock().mux.feed(buffer.get(..len).unwrap_or_default()).map_err(|why| match why {
+                    Broken::Told { .. } => format!("it says {why}"),
+                    _ => format!("it sent {why}"),
+                }),
                 Err(e) => Err(format!("the connection broke: {e}")),
             },
             wrote = writer.write(rest), if !rest.is_empty() => wrote.map(|len| sent += len).map_err(|e| format!("the connection broke: {e}")),
@@ -212,16 +215,33 @@ impl Call {
         self.shared.wait(|state| (state.over.is_some() || state.mux.is_over(self.number)).then_some(())).await;
     }
 
-    /// Says something behind the request.
+    /// Says something behind the request, at once.
     ///
     /// # Errors
     /// [`GuestError::Lost`]; also when too much was said that it did not take.
     pub fn say(&self, order: &Order) -> Result<(), GuestError> {
         let mut state = self.shared.lock();
-        if !state.mux.say(self.number, wire::encode(order)) {
-            return Err(lost(&state));
+        match state.mux.say(self.number, wire::encode(order)) {
+            Said::Yes => {}
+            Said::Full => return Err(GuestError::Lost("it takes none of the orders it was given".to_owned())),
+            Said::Gone => return Err(lost(&state)),
         }
         drop(state);
+        self.shared.wake.notify_one();
+        Ok(())
+    }
+
+    /// As [`Self::say`], as soon as there is room for it.
+    ///
+    /// # Errors
+    /// [`GuestError::Lost`].
+    pub async fn say_in_time(&self, order: &Order) -> Result<(), GuestError> {
+        let said = self.shared.wait(|state| match state.mux.say(self.number, wire::encode(order)) {
+            Said::Yes => Some(Ok(())),
+            Said::Full => state.over.is_some().then(|| Err(lost(state))),
+            Said::Gone => Some(Err(lost(state))),
+        });
+        said.await?;
         self.shared.wake.notify_one();
         Ok(())
     }

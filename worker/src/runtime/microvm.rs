@@ -114,6 +114,17 @@ impl MicrovmMachine {
         }
     }
 
+    /// Lets nothing in the machine run while its outputs are fetched, so that nobody changes them or holds that up, and lets no command of
+    /// people's begin. A machine in which that fails loses people's commands.
+    pub async fn hold(&self) {
+        let (Some(entered), Some(ready)) = (&self.entered, &self.ready) else { return };
+        entered.hold();
+        if let Err(why) = ready.guest.hold(true).await {
+            tracing::warn!(%why, "a machine that may be kept can't be held; shells in it end");
+            entered.close();
+        }
+    }
+
     /// Hands the machine over to those that are kept for a while; the slot is free of it then.
     ///
     /// # Errors
@@ -125,6 +136,8 @@ impl MicrovmMachine {
         let (Some(Ready { guest, vm, group, .. }), Some(entered)) = (self.ready.take(), self.entered.take()) else {
             return Err(KeepError::Gone);
         };
+        // One that does not answer has ended, or is of no use to anybody; dropped, it goes.
+        guest.hold(false).await.map_err(|_| KeepError::Gone)?;
         let asked = entered.reopen();
         room.keep(kept::Machine { name: entered.name(), guest, machine: Standing { vm, group }, entered, asked, bytes }, time)
     }

@@ -93,6 +93,13 @@ impl Tiers {
         }
     }
 
+    /// Lets nothing in the machine run until it is kept or ends.
+    pub async fn hold(&mut self) {
+        if let Some(machine) = self.machine() {
+            Box::pin(machine.hold()).await;
+        }
+    }
+
     /// Keeps the machine for a time. Only one that was restored for this task.
     ///
     /// # Errors

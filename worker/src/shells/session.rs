@@ -4,13 +4,15 @@
 //! (`wire::shell::link`), and what is said at the end. Whatever ends a session ends its command, with everything it started. How frames
 //! travel is the caller's: two channels.
 
+use std::collections::VecDeque;
 use std::convert::Infallible;
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use minicbor::bytes::ByteVec;
-use tokio::sync::mpsc;
+use tokio::sync::{Notify, mpsc};
 use volley_jobspecs::wire::guest::mux::Channel;
-use volley_jobspecs::wire::guest::{Ended, Exec, Exit, RefusalKind};
+use volley_jobspecs::wire::guest::{Ended, Exec, Exit, Order, RefusalKind};
 use volley_jobspecs::wire::shell::link::{Due, End, Link, PIECES_MAX, SILENCE_MS};
 use volley_jobspecs::wire::shell::{self, Body, Frame, PIECE_BYTES_MAX};
 
@@ -24,6 +26,8 @@ pub const FRAMES_MAX: usize = 2 * PIECES_MAX;
 const PIECES_WAITING: usize = 4;
 /// How long it may take until it is known why a machine says nothing more.
 const GONE_WAIT: Duration = Duration::from_secs(1);
+/// The highest signal there is.
+const SIGNAL_MAX: i32 = 64;
 /// What a shell ends with when it finds no program, and when that can't be run.
 const NOT_FOUND: i32 = 127;
 const NOT_EXECUTABLE: i32 = 126;
@@ -38,6 +42,37 @@ enum Said {
 enum Told {
     Input(ByteVec),
     EndInput,
+}
+
+/// Sizes and signals that wait for the machine's agent: the newest of the sizes, each signal once, as a kernel has them.
+#[derive(Debug, Default)]
+struct Orders {
+    waiting: Mutex<VecDeque<Order>>,
+    more: Notify,
+}
+
+impl Orders {
+    fn add(&self, order: Order) {
+        let mut waiting = self.waiting.lock().unwrap_or_else(PoisonError::into_inner);
+        if matches!(order, Order::Resize(_)) {
+            waiting.retain(|other| !matches!(other, Order::Resize(_)));
+        }
+        if !waiting.contains(&order) {
+            waiting.push_back(order);
+        }
+        drop(waiting);
+        self.more.notify_one();
+    }
+
+    async fn next(&self) -> Order {
+        loop {
+            let next = self.waiting.lock().unwrap_or_else(PoisonError::into_inner).pop_front();
+            match next {
+                Some(order) => return order,
+                None => self.more.notified().await,
+            }
+        }
+    }
 }
 
 /// Runs a session to its end. Frames come decoded from `heard`, whose end is that of who hands them on; what is said goes to `say`.
@@ -113,16 +148,18 @@ impl Talk {
         let (told, tell) = mpsc::channel(FRAMES_MAX);
         let (took, taken) = mpsc::channel(PIECES_WAITING);
         let (pieces, said) = mpsc::channel(PIECES_WAITING);
+        let orders = Orders::default();
         tokio::select! {
-            last = self.exchange(command, heard, said, (told, taken)) => last,
+            last = self.exchange(&orders, heard, said, (told, taken)) => last,
             never = listen(command, pieces) => match never {},
             never = feed(command, tell, took) => match never {},
+            never = steer(command, &orders) => match never {},
         }
     }
 
     async fn exchange(
         &mut self,
-        command: &Command,
+        orders: &Orders,
         heard: &mut mpsc::Receiver<Frame>,
         mut said: mpsc::Receiver<Said>,
         (told, mut taken): (mpsc::Sender<Told>, mpsc::Receiver<usize>),
@@ -138,7 +175,7 @@ impl Talk {
                         return None;
                     }
                     Ok(Some(body)) => {
-                        pass_on(command, &told, body);
+                        pass_on(orders, &told, body);
                         continue;
                     }
                     Err(why) => return Some(Body::failed(why.to_string())),
@@ -189,14 +226,20 @@ fn silent() -> Body {
 }
 
 /// What is for the command.
-fn pass_on(command: &Command, told: &mpsc::Sender<Told>, body: Body) {
+fn pass_on(orders: &Orders, told: &mpsc::Sender<Told>, body: Body) {
     let done = match body {
         // A command that reads slowly is not waited for; the window is what bounds what waits.
         Body::Input(bytes) => told.try_send(Told::Input(bytes)).map_err(|_| "input"),
         Body::EndInput => told.try_send(Told::EndInput).map_err(|_| "the end of input"),
-        // One of many that the agent did not take in time is no loss, as the next is.
-        Body::Resize(size) => command.resize(size).map_err(|_| "a size"),
-        Body::Signal(signal) => command.signal(signal).map_err(|_| "a signal"),
+        Body::Resize(size) => {
+            orders.add(Order::Resize(size));
+            Ok(())
+        }
+        Body::Signal(signal @ 1..=SIGNAL_MAX) => {
+            orders.add(Order::Signal(signal));
+            Ok(())
+        }
+        Body::Signal(_) => Err("a signal that there is not"),
         Body::Ack(_) | Body::Alive | Body::Output { .. } | Body::Ended(_) | Body::Failed(_) => Ok(()),
     };
     if let Err(what) = done {
@@ -238,6 +281,15 @@ async fn feed(command: &Command, mut tell: mpsc::Receiver<Told>, took: mpsc::Sen
         }
     }
     std::future::pending().await
+}
+
+/// Gives it sizes and signals, as its agent takes them.
+async fn steer(command: &Command, orders: &Orders) -> Infallible {
+    loop {
+        let order = orders.next().await;
+        // One that has ended is told elsewhere.
+        let _ = command.order(&order).await;
+    }
 }
 
 fn told_end(ended: &Ended) -> shell::Ended {

@@ -13,7 +13,7 @@ use volley_guest::files::Unpack;
 use volley_guest::initramfs;
 use volley_jobspecs::wire::guest::mux::{Channel, WINDOW_BYTES};
 use volley_jobspecs::wire::guest::resync::{FRAME_BYTES, From, Resync, Scanner};
-use volley_jobspecs::wire::guest::{Exec, Exit, FileLimits, Get, GetNamed, Identity, Limits, Put, RefusalKind, Tty, User};
+use volley_jobspecs::wire::guest::{Exec, Exit, FileLimits, Get, GetNamed, Identity, Limits, Order, Put, RefusalKind, Tty, User};
 use volley_worker::guest::{FilesError, Guest, GuestError, Stream};
 
 use crate::{LIMITS, SOON, finish, run, shell};
@@ -122,10 +122,14 @@ async fn a_command_has_a_terminal_of_its_own() {
         all
     };
     read("ready\r\n").await;
-    command.resize(Tty { rows: 50, cols: 120 }).unwrap();
+    // However many there are: they wait until the agent takes them, and the last one counts.
+    for cols in 0..200 {
+        command.order(&Order::Resize(Tty { rows: 50, cols })).await.unwrap();
+    }
+    command.order(&Order::Resize(Tty { rows: 50, cols: 220 })).await.unwrap();
     command.write(b"hel\x7fllo\n").await.unwrap();
     let got = read("got ").await;
-    assert!(got.contains("50 120\r\n") || read("\r\n").await.contains("120"), "{got:?}");
+    assert!(got.contains("50 220\r\n") || read("\r\n").await.contains("220"), "{got:?}");
     command.write(b"to cat\n").await.unwrap();
     read("to cat\r\nto cat\r\n").await;
     command.end_input();
@@ -356,6 +360,24 @@ async fn a_session_is_begun_from_any_state() {
     assert_eq!(echo(&mut stream).await, resync(3));
     // Inside a frame that never ends it is taken for the frame; the host's repeats get through.
     stream.write_all(&[1, 0, 0xff, 0x3f, 1, 0, 0, 0, 7]).await.unwrap();
+    let (guest, _) = tokio::time::timeout(SOON, Guest::connect(Box::new(stream), [4; 32], false, SOON)).await.unwrap().unwrap();
+    assert_eq!(run(&guest, &shell("echo in")).await.output, "in\n");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn nonsense_of_a_host_is_answered_before_the_next_session() {
+    let agent = Agent::start();
+    let mut stream = agent.stream().await;
+    stream.write_all(&Resync { nonce: [1; 32], attempt: 1, reseed: false }.encode(From::Host)).await.unwrap();
+    echo(&mut stream).await;
+    // Input of a call that was never opened.
+    stream.write_all(&[3, 1, 1, 0, 9, 0, 0, 0, b'x']).await.unwrap();
+    let (mut came, mut byte) = (Vec::new(), [0]);
+    while !came.ends_with(b"which is not open") {
+        tokio::time::timeout(SOON, stream.read_exact(&mut byte)).await.unwrap().unwrap();
+        came.push(byte[0]);
+    }
+    assert_eq!(came.first(), Some(&8), "a frame of its own: {came:?}");
     let (guest, _) = tokio::time::timeout(SOON, Guest::connect(Box::new(stream), [4; 32], false, SOON)).await.unwrap().unwrap();
     assert_eq!(run(&guest, &shell("echo in")).await.output, "in\n");
 }

@@ -99,6 +99,15 @@ async fn on_a_terminal(shells: &Shells, name: volley_jobspecs::ids::AttemptName)
     shell.write(b"stty size; echo siz''ed\n").await;
     shell.until("\r\nsized\r\n").await;
     assert!(shell.came.text().contains("10 200\r\n"), "{:?}", shell.came.text());
+    // As fast as somebody can drag a window: none ends the session, and the last counts.
+    for cols in 0..500 {
+        shell.say(Body::Resize(Tty { rows: 10, cols })).await;
+        shell.say(Body::Signal(libc::SIGWINCH)).await;
+    }
+    shell.say(Body::Resize(Tty { rows: 12, cols: 210 })).await;
+    shell.write(b"usleep 500000; stty size; echo agai''n\n").await;
+    shell.until("\r\nagain\r\n").await;
+    assert!(shell.came.text().contains("12 210\r\n"), "{:?}", shell.came.text());
     // ^C ends what is in front, and not the shell.
     shell.write(b"sleep 600\n").await;
     shell.until("sleep 600\r\n").await;

@@ -11,7 +11,7 @@ use volley_jobspecs::wire::work::Order;
 use volley_worker::Config;
 use volley_worker::shells::Shells;
 
-use crate::shell::{Shell, run, wish};
+use crate::shell::{Shell, attempt, run, wish};
 use crate::support::{World, text};
 use crate::{begin, children, failed, message, spawner, task, world};
 
@@ -101,6 +101,30 @@ async fn begin_any(w: &mut World, task: &str) -> JobId {
     let (_, order) = w.bundle(job, 0, 1);
     w.order(vec![order]).await;
     job
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn nobody_changes_outputs_while_they_are_fetched_nor_holds_that_up() {
+    let Some((mut w, image, shells, spawner)) = keeping(2_000, |_| {}).await else { return };
+    let command = r#""command":"cd $VOLLEY_OUTPUT_DIR; dd if=/dev/zero of=big bs=1M count=24 2> /dev/null; while [ ! -e /tmp/stop ]; do usleep 50000; done; exit 7""#;
+    let job = begin(&mut w, &task(&image, &format!(r#""keepFailed":"1h",{command}"#))).await;
+    let name = attempt(&w, job);
+    // Without end it writes a file that is an output, and makes more of them.
+    let words =
+        "cd $VOLLEY_OUTPUT_DIR; echo up; touch /tmp/stop; i=0; while :; do i=$((i+1)); echo >> theirs; mkdir -p d; echo > d/$i; done";
+    let mut shell = Shell::open(&shells, &wish(name, &["sh", "-c", words], None)).unwrap_or_else(|no| panic!("{no:?}"));
+    shell.until("up").await;
+    let end = w.end_of(job).await;
+    assert_eq!((end.ending, end.code), (failed(FailureClass::ExitCode), Some(7)), "{end:?}");
+    assert_kept(&end, job);
+    // It goes on then.
+    let lengths = ["sh", "-c", "cd $VOLLEY_OUTPUT_DIR; stat -c %s theirs; sleep 2; stat -c %s theirs"];
+    let came = run(&shells, name, &lengths).await;
+    let lengths: Vec<u64> = came.text().lines().map(|line| line.parse().unwrap()).collect();
+    assert!(lengths.len() == 2 && lengths[1] > lengths[0], "{came:?}");
+    drop(shell);
+    w.finish().await;
+    until_none(spawner).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]

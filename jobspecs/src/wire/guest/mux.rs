@@ -15,7 +15,7 @@ use std::collections::{BTreeMap, VecDeque};
 
 use super::{ANSWER_BYTES_MAX, REQUEST_BYTES_MAX};
 use call::{Call, Pipe};
-use frame::{Decoder, Head, Kind};
+use frame::{Decoder, Head, Kind, MESSAGES, WHY_BYTES_MAX};
 
 pub use frame::{FRAME_BYTES_MAX, HEAD_BYTES};
 
@@ -27,8 +27,10 @@ const CREDIT_STEP: u32 = WINDOW_BYTES / 4;
 pub const SEND_BYTES_MAX: usize = 64 * 1024;
 /// Calls open at once. A worker has a handful: the task, its files, what watches it.
 pub const CALLS_MAX: usize = 64;
-/// Messages of one call that were not taken yet. A call has two or three in its life.
+/// Messages of one call that were not taken yet. Most calls have two or three in their life; of a shell somebody may drag the window.
 pub const MESSAGES_MAX: usize = 8;
+/// Messages that were taken are given back as room in steps of this, so that a call with few costs no frame more.
+const ROOM_STEP: usize = MESSAGES_MAX / 2;
 
 /// Bytes the host takes for a call it has given up, with heads: all that an honest agent can have had on the way when it heard of it.
 const GIVEN_UP_BYTES_MAX: usize = 4 * WINDOW_BYTES as usize + MESSAGES_MAX * ANSWER_BYTES_MAX;
@@ -118,6 +120,23 @@ pub enum Broken {
         /// The call.
         call: u32,
     },
+    /// The agent says that it did not understand this side.
+    #[error("that it has ended the session: {why}")]
+    Told {
+        /// Its reason, in plain characters.
+        why: String,
+    },
+}
+
+/// What became of a message.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Said {
+    /// It will be sent.
+    Yes,
+    /// As many wait as may.
+    Full,
+    /// There is no such call any more, or the message is too long.
+    Gone,
 }
 
 /// What a read gave.
@@ -196,10 +215,15 @@ impl Mux {
     fn take(&mut self, head: Head, body: &[u8]) -> Result<(), Broken> {
         let Head { kind, channel, call: number, .. } = head;
         let (wrong_kind, wrong_call) = (Err(Broken::Kind { kind: kind as u8 }), Broken::Call { call: number });
-        let by_guest_only = matches!(kind, Kind::Close);
+        let by_guest_only = matches!(kind, Kind::Close | Kind::Over);
         let by_host_only = matches!(kind, Kind::GiveUp);
         if (by_guest_only && self.side == Side::Guest) || (by_host_only && self.side == Side::Host) {
             return wrong_kind;
+        }
+        if kind == Kind::Over {
+            // It is printed, and a guest must not steer terminals.
+            let plain = |byte: &u8| if byte.is_ascii_graphic() { char::from(*byte) } else { ' ' };
+            return Err(Broken::Told { why: body.iter().map(plain).collect() });
         }
         let opens = self.side == Side::Guest && number > self.newest && matches!(kind, Kind::Message | Kind::Part);
         if opens {
@@ -216,6 +240,7 @@ impl Mux {
         };
         let len_max = if self.side == Side::Host { ANSWER_BYTES_MAX } else { REQUEST_BYTES_MAX };
         match kind {
+            Kind::Over => wrong_kind,
             Kind::Close => {
                 // What was received can still be taken: the host forgets a call when nothing of it is left (`forget`).
                 call.closing = true;
@@ -265,6 +290,9 @@ impl Mux {
     fn take_credit(&mut self, number: u32, channel: u8, body: &[u8]) -> Result<(), Broken> {
         let side = self.side;
         let wrong = Broken::Channel { call: number, channel };
+        if channel == MESSAGES && side == Side::Host {
+            return self.take_room(number, body);
+        }
         let known = Channel::from_number(channel).filter(|c| c.writer() == side).ok_or(wrong)?;
         let more = body.try_into().map(u32::from_le_bytes).map_err(|_| Broken::Length { kind: Kind::Credit as u8, len: body.len() })?;
         let call = self.calls.get_mut(&number).ok_or(Broken::Call { call: number })?;
@@ -272,6 +300,14 @@ impl Mux {
         // None at all would be a frame that may come without end.
         let window = pipe.window.checked_add(more).filter(|window| *window <= WINDOW_BYTES && more > 0);
         pipe.window = window.ok_or(Broken::Window { call: number })?;
+        Ok(())
+    }
+
+    fn take_room(&mut self, number: u32, body: &[u8]) -> Result<(), Broken> {
+        let more = body.try_into().map(u32::from_le_bytes).ok().and_then(|more| usize::try_from(more).ok());
+        let call = self.calls.get_mut(&number).ok_or(Broken::Call { call: number })?;
+        let room = more.filter(|more| *more > 0).and_then(|more| call.room.checked_add(more)).filter(|room| *room <= MESSAGES_MAX);
+        call.room = room.ok_or(Broken::Messages { call: number })?;
         Ok(())
     }
 
@@ -306,7 +342,7 @@ impl Mux {
                 // Given up before its request was whole: it is closed all the same.
                 Some(call) if call.given_up => call.closing = true,
                 Some(call) => {
-                    let request = call.received.pop_front()?;
+                    let request = call.take()?;
                     self.opened.pop_front();
                     return Some((number, request));
                 }
@@ -315,15 +351,18 @@ impl Mux {
         }
     }
 
-    /// Sends a further message on a call. False when it is gone, or too many wait.
-    pub fn say(&mut self, number: u32, message: Vec<u8>) -> bool {
+    /// Sends a further message on a call, when the other side has room for it.
+    pub fn say(&mut self, number: u32, message: Vec<u8>) -> Said {
         let len_max = if self.side == Side::Host { REQUEST_BYTES_MAX } else { ANSWER_BYTES_MAX };
         match self.calls.get_mut(&number) {
-            Some(call) if !call.given_up && !call.closing && call.sending.len() < MESSAGES_MAX && message.len() <= len_max => {
+            Some(call) if !call.given_up && !call.closing && message.len() <= len_max => {
+                if call.sending.len() >= MESSAGES_MAX {
+                    return Said::Full;
+                }
                 call.sending.push_back(message);
-                true
+                Said::Yes
             }
-            _ => false,
+            _ => Said::Gone,
         }
     }
 
@@ -362,7 +401,7 @@ impl Mux {
 
     /// The next message of a call.
     pub fn message(&mut self, number: u32) -> Option<Vec<u8>> {
-        self.calls.get_mut(&number)?.received.pop_front()
+        self.calls.get_mut(&number)?.take()
     }
 
     /// Reads a channel that the other side writes.
@@ -428,7 +467,7 @@ impl Mux {
         self.calls.values().all(|call| {
             let said = call.sending.is_empty() && call.last.is_none() && !call.tell_given_up;
             let quiet = |number: u8, pipe: &Pipe| if self.writes(number) { pipe.flushed() } else { pipe.owed < CREDIT_STEP || pipe.ended };
-            let closes = self.side == Side::Guest && call.closing;
+            let closes = self.side == Side::Guest && (call.closing || (call.owed >= ROOM_STEP && !call.given_up));
             said && !closes && (call.given_up || call.channels.iter().all(|(number, pipe)| quiet(*number, pipe)))
         })
     }
@@ -472,14 +511,19 @@ impl Mux {
                 pipe.owed = 0;
             }
         }
-        while !call.given_up && out.len() < len_max && call.send_message(number, out) {}
+        if side == Side::Guest && !call.given_up && !call.closing && call.owed >= ROOM_STEP && out.len() < len_max {
+            // At most as many as may be there untaken.
+            frame::put(out, Kind::Credit, MESSAGES, number, &u32::try_from(call.owed).unwrap_or_default().to_le_bytes());
+            call.owed = 0;
+        }
+        while !call.given_up && out.len() < len_max && call.send_message(side, number, out) {}
         // Everything before it has gone: the last message, then the close.
         let theirs = |number: &u8| Channel::from_number(*number).is_some_and(|channel| channel.writer() == side);
         let drained = call.given_up || (call.sending.is_empty() && call.channels.iter().all(|(n, pipe)| !theirs(n) || pipe.flushed()));
         if side == Side::Guest && call.closing && drained && out.len() < len_max {
             if let Some(last) = call.last.take().filter(|_| !call.given_up) {
                 call.sending.push_back(last);
-                while call.send_message(number, out) {}
+                while call.send_message(side, number, out) {}
             }
             frame::put(out, Kind::Close, 0, number, &[]);
             self.calls.remove(&number);
@@ -519,6 +563,13 @@ impl Mux {
         }
         sent
     }
+}
+
+/// Guest: appends to `out` that it has ended the session, as it did not understand the host, and why. Nothing may follow but a new session.
+pub fn put_over(out: &mut Vec<u8>, why: &Broken) {
+    let why = why.to_string();
+    let why = why.as_bytes();
+    frame::put(out, Kind::Over, 0, 0, why.get(..WHY_BYTES_MAX).unwrap_or(why));
 }
 
 #[cfg(test)]

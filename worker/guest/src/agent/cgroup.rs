@@ -25,6 +25,8 @@ const CPU_PERIOD_US: u64 = 100_000;
 /// How long killed processes may take to go: a thousand of them take ten seconds in an emulated machine. One that waits for a disk goes
 /// only when that answers.
 const KILL_WAIT: Duration = Duration::from_secs(30);
+/// How long commands may take to stand still: each is stopped on its way out of the kernel, in an emulated machine too within moments.
+const HOLD_WAIT: Duration = Duration::from_secs(10);
 /// Between looks.
 const KILL_LOOK: Duration = Duration::from_millis(5);
 
@@ -75,6 +77,24 @@ impl Cgroups {
             group.remove();
         }
         set.map(|()| group)
+    }
+
+    /// Lets nothing of any command run, and waits until nothing does; or lets them go on.
+    ///
+    /// # Errors
+    /// What the system says, or that some do not stand still: they wait for a disk.
+    pub fn hold(&self, hold: bool) -> io::Result<()> {
+        let commands = Group { dir: Path::new(TOP).join(COMMANDS) };
+        commands.set("cgroup.freeze", u64::from(hold))?;
+        let deadline = Instant::now() + HOLD_WAIT;
+        while hold && !commands.says("frozen 1") {
+            if Instant::now() >= deadline {
+                commands.set("cgroup.freeze", 0)?;
+                return Err(io::Error::new(io::ErrorKind::TimedOut, "some processes do not stand still"));
+            }
+            std::thread::sleep(KILL_LOOK);
+        }
+        Ok(())
     }
 
     /// All groups there are, also those of commands that ended and left processes.
@@ -128,7 +148,12 @@ impl Group {
     }
 
     fn is_populated(&self) -> bool {
-        fs::read_to_string(self.dir.join("cgroup.events")).is_ok_and(|text| text.lines().any(|line| line == "populated 1"))
+        self.says("populated 1")
+    }
+
+    /// Is this a line of the group's events?
+    fn says(&self, event: &str) -> bool {
+        fs::read_to_string(self.dir.join("cgroup.events")).is_ok_and(|text| text.lines().any(|line| line == event))
     }
 
     /// Processes in it and in groups they made below it.

@@ -10,7 +10,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
 use rustix::io::Errno;
 use rustix::net::SocketFlags;
-use volley_jobspecs::wire::guest::mux::Broken;
+use volley_jobspecs::wire::guest::mux::{Broken, put_over};
 use volley_jobspecs::wire::guest::resync::{self, From, Scanner};
 
 use super::session::Session;
@@ -177,12 +177,18 @@ impl Mover<'_> {
                             self.session.notify();
                         }
                         Some((why, rest)) => {
-                            // Usually the host begins a new session, and this side did not hear the old one end.
-                            if !matches!(why, Broken::Kind { kind } if resync::begins_with(kind)) {
-                                eprintln!("volley-guest: session over: {why}");
-                            }
                             left = rest;
-                            self.hang_up();
+                            // Usually the host begins a new session, and this side did not hear the old one end.
+                            if matches!(why, Broken::Kind { kind } if resync::begins_with(kind)) {
+                                self.hang_up();
+                            } else {
+                                eprintln!("volley-guest: session over: {why}");
+                                let unsent = self.out.split_off(self.sent);
+                                self.hang_up();
+                                // Behind what is on its way, so that it is a frame of its own; else the host would wait for ever.
+                                self.out = unsent;
+                                put_over(&mut self.out, &why);
+                            }
                         }
                     }
                 }

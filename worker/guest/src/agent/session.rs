@@ -179,6 +179,8 @@ impl Call {
     /// The next order of the host, if it has come.
     pub fn order(&self, state: &mut State) -> Option<Order> {
         let bytes = self.mux(state)?.message(self.number)?;
+        // There may be room for more, which has to be told.
+        self.session.wake();
         decode("order", &bytes).ok()
     }
 

@@ -73,6 +73,7 @@ fn carry_out(agent: &Agent, call: &Call, request: &[u8]) {
         Request::Unmount { target } => call.finish(&disks::unmount(&target)),
         Request::Freeze { target } => call.finish(&disks::freeze(&target, true)),
         Request::Thaw { target } => call.finish(&disks::freeze(&target, false)),
+        Request::Hold { hold } => call.finish(&hold_commands(agent, hold)),
         Request::Stats => call.finish(&Answer::Stats(stats::read())),
         Request::SetIdentity(identity) => call.finish(&identity::set(&identity)),
         Request::Sync => {
@@ -116,8 +117,19 @@ fn changes_machine(request: &Request) -> bool {
         | Request::Reseed { .. }
         | Request::Sync
         | Request::Stats
+        | Request::Hold { .. }
         | Request::PrepareSnapshot { .. }
         | Request::Shutdown => false,
+    }
+}
+
+fn hold_commands(agent: &Agent, hold: bool) -> Answer {
+    let Some(cgroups) = &agent.cgroups else {
+        return Answer::Refused(Refusal::new(RefusalKind::BadRequest, "this machine has no cgroups to hold commands in"));
+    };
+    match cgroups.hold(hold) {
+        Ok(()) => Answer::Done,
+        Err(e) => refused("holding commands", &e),
     }
 }
 

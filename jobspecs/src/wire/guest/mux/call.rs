@@ -5,10 +5,10 @@
 use std::collections::{BTreeMap, VecDeque};
 
 use super::frame::{self, Kind};
-use super::{Broken, Channel, FRAME_BYTES_MAX, MESSAGES_MAX, WINDOW_BYTES};
+use super::{Broken, Channel, FRAME_BYTES_MAX, MESSAGES_MAX, Side, WINDOW_BYTES};
 
 /// A call.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct Call {
     /// The message being received.
     pub partial: Vec<u8>,
@@ -17,6 +17,10 @@ pub struct Call {
     /// Messages to be sent, and how far the first one is.
     pub sending: VecDeque<Vec<u8>>,
     pub sent: usize,
+    /// Host: messages the agent will still take.
+    pub room: usize,
+    /// Guest: messages that were taken, and not yet given back as room.
+    pub owed: usize,
     /// The last message; it goes behind everything else.
     pub last: Option<Vec<u8>>,
     /// The agent has said its last, or the host has given up.
@@ -56,6 +60,26 @@ impl Pipe {
     }
 }
 
+impl Default for Call {
+    fn default() -> Self {
+        Self {
+            partial: Vec::new(),
+            received: VecDeque::new(),
+            sending: VecDeque::new(),
+            sent: 0,
+            room: MESSAGES_MAX,
+            owed: 0,
+            last: None,
+            closing: false,
+            given_up: false,
+            dropped: 0,
+            tell_given_up: false,
+            begun: false,
+            channels: BTreeMap::new(),
+        }
+    }
+}
+
 impl Call {
     pub fn pipe(&mut self, channel: Channel) -> &mut Pipe {
         self.channels.entry(channel.number()).or_insert_with(Pipe::new)
@@ -84,9 +108,19 @@ impl Call {
 }
 
 impl Call {
-    /// One frame of the first message. False when there is none.
-    pub fn send_message(&mut self, number: u32, out: &mut Vec<u8>) -> bool {
+    /// The next message that was received and not taken.
+    pub fn take(&mut self) -> Option<Vec<u8>> {
+        let message = self.received.pop_front()?;
+        self.owed += 1;
+        Some(message)
+    }
+
+    /// One frame of the first message. False when there is none, or the other side has no room for it.
+    pub fn send_message(&mut self, side: Side, number: u32, out: &mut Vec<u8>) -> bool {
         let Some(message) = self.sending.front() else { return false };
+        if side == Side::Host && self.room == 0 {
+            return false;
+        }
         let rest = message.get(self.sent..).unwrap_or_default();
         let (now, later) = rest.split_at(rest.len().min(FRAME_BYTES_MAX));
         let whole = later.is_empty();
@@ -96,6 +130,7 @@ impl Call {
         if whole {
             self.sending.pop_front();
             self.sent = 0;
+            self.room = self.room.saturating_sub(1);
         }
         true
     }

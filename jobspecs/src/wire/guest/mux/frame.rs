@@ -6,6 +6,10 @@ use super::Broken;
 
 /// Longest body of a frame, in bytes: long enough that heads cost nothing, short enough that an urgent frame waits for little.
 pub const FRAME_BYTES_MAX: usize = 16 * 1024;
+/// Longest reason for the end of a session, in bytes.
+pub const WHY_BYTES_MAX: usize = 200;
+/// In place of a channel: the call's messages.
+pub const MESSAGES: u8 = 0;
 /// Bytes of a head.
 pub const HEAD_BYTES: usize = 8;
 
@@ -19,7 +23,7 @@ pub enum Kind {
     Part = 2,
     /// Bytes of a channel.
     Data = 3,
-    /// So many more bytes may be sent on a channel.
+    /// So many more bytes may be sent on a channel; on [`MESSAGES`]: so many more messages.
     Credit = 4,
     /// The channel has ended.
     End = 5,
@@ -27,11 +31,13 @@ pub enum Kind {
     Close = 6,
     /// The host wants nothing more of the call.
     GiveUp = 7,
+    /// The agent did not understand the host and has ended the session, for this reason.
+    Over = 8,
 }
 
 impl Kind {
     fn from_byte(byte: u8) -> Option<Self> {
-        let kinds = [Self::Message, Self::Part, Self::Data, Self::Credit, Self::End, Self::Close, Self::GiveUp];
+        let kinds = [Self::Message, Self::Part, Self::Data, Self::Credit, Self::End, Self::Close, Self::GiveUp, Self::Over];
         kinds.into_iter().find(|kind| *kind as u8 == byte)
     }
 
@@ -40,6 +46,7 @@ impl Kind {
             Self::Message => len <= FRAME_BYTES_MAX,
             Self::Part | Self::Data => (1..=FRAME_BYTES_MAX).contains(&len),
             Self::Credit => len == 4,
+            Self::Over => len <= WHY_BYTES_MAX,
             Self::End | Self::Close | Self::GiveUp => len == 0,
         }
     }

@@ -42,7 +42,7 @@ fn a_call_from_request_to_close() {
     carry(&mut host, &mut guest, 3);
     assert_eq!(guest.accept(), Some((call, b"run".to_vec())));
     assert_eq!(read_all(&mut guest, call, Channel::Input), (b"in".to_vec(), Read::End));
-    assert!(guest.say(call, b"started".to_vec()));
+    assert_eq!(guest.say(call, b"started".to_vec()), Said::Yes);
     assert_eq!(guest.write(call, Channel::Output, b"out"), Write::Bytes(3));
     guest.finish(call, b"ended".to_vec());
     assert_eq!(guest.write(call, Channel::Errors, b"late"), Write::Gone);
@@ -119,6 +119,51 @@ fn a_call_given_up_in_the_middle_of_its_request_is_closed() {
     assert_eq!((host.open_calls(), guest.open_calls()), (0, 0));
 }
 
+#[test]
+fn as_many_orders_as_anybody_likes_wait_for_the_agent_and_break_nothing() {
+    let (mut host, mut guest) = pair();
+    let call = host.open(b"run".to_vec()).unwrap();
+    let (mut said, mut took) = (0_u8, Vec::new());
+    let mut say_all = |host: &mut Mux| {
+        let before = said;
+        while said < 200 && host.say(call, vec![said]) == Said::Yes {
+            said += 1;
+        }
+        said - before
+    };
+    // The agent takes nothing: what it has room for, and what may wait here.
+    assert_eq!(usize::from(say_all(&mut host)), MESSAGES_MAX - 1, "the request waits too");
+    carry(&mut host, &mut guest, 7);
+    assert_eq!(usize::from(say_all(&mut host)), MESSAGES_MAX);
+    assert_eq!(carry(&mut host, &mut guest, 7), 0, "there is no room");
+    assert_eq!(host.say(call, vec![1]), Said::Full);
+    assert_eq!(guest.accept(), Some((call, b"run".to_vec())));
+    while took.len() < 200 {
+        took.extend(std::iter::from_fn(|| guest.message(call)).flatten());
+        carry(&mut guest, &mut host, 7);
+        say_all(&mut host);
+        assert!(carry(&mut host, &mut guest, 7) > 0 || took.len() == 200);
+    }
+    assert_eq!(took, (0..200).collect::<Vec<u8>>());
+    // A call with few costs no frame for it.
+    let quiet = host.open(b"run".to_vec()).unwrap();
+    host.say(quiet, vec![1]);
+    carry(&mut host, &mut guest, 7);
+    assert!(guest.accept().is_some() && guest.message(quiet).is_some());
+    assert_eq!(carry(&mut guest, &mut host, 7), 0);
+}
+
+#[test]
+fn an_agent_that_does_not_understand_says_so() {
+    let (mut host, mut guest) = pair();
+    let why = guest.feed(&one_frame(3, 1, 9, b"x")).unwrap_err();
+    let mut out = Vec::new();
+    put_over(&mut out, &why);
+    assert_eq!(host.feed(&out), Err(Broken::Told { why: "a frame for call 9, which is not open".to_owned() }));
+    let steers = one_frame(8, 0, 0, b"\x1b[2J\xff");
+    assert_eq!(Mux::new(Side::Host).feed(&steers), Err(Broken::Told { why: " [2J ".to_owned() }));
+}
+
 fn one_frame(kind: u8, channel: u8, call: u32, body: &[u8]) -> Vec<u8> {
     let mut frame = vec![kind, channel];
     frame.extend_from_slice(&u16::try_from(body.len()).unwrap().to_le_bytes());
@@ -129,7 +174,7 @@ fn one_frame(kind: u8, channel: u8, call: u32, body: &[u8]) -> Vec<u8> {
 
 #[test]
 fn a_guest_that_breaks_the_rules_ends_its_session() {
-    let cases: [(&str, Vec<Vec<u8>>); 10] = [
+    let cases: [(&str, Vec<Vec<u8>>); 12] = [
         ("an unknown kind", vec![vec![0x33]]),
         ("filler", vec![vec![super::super::resync::FILLER]]),
         ("what only a host says", vec![one_frame(7, 0, 1, &[])]),
@@ -138,6 +183,8 @@ fn a_guest_that_breaks_the_rules_ends_its_session() {
         ("a channel that was ended", vec![one_frame(5, 2, 1, &[]), one_frame(3, 2, 1, b"x")]),
         ("more than the window", vec![one_frame(3, 2, 1, &[0; FRAME_BYTES_MAX]); 17]),
         ("more than the host ever took", vec![one_frame(4, 1, 1, &1u32.to_le_bytes())]),
+        ("room for more orders than there may be", vec![one_frame(4, 0, 1, &9u32.to_le_bytes())]),
+        ("room for none", vec![one_frame(4, 0, 1, &0u32.to_le_bytes())]),
         ("a message without end", vec![one_frame(2, 0, 1, &[0; FRAME_BYTES_MAX]); 5]),
         ("more messages than a call has", vec![one_frame(1, 0, 1, b"x"); MESSAGES_MAX + 1]),
     ];
@@ -366,7 +413,9 @@ impl World {
         let host_call = |opened: &[u32], at: usize| opened.get(at).copied().unwrap_or(99);
         match step {
             Move::Open(len) => self.opened.extend(self.host.open(vec![1; len])),
-            Move::Say(at) => drop(self.host.say(host_call(&self.opened, at), vec![2; 3])),
+            Move::Say(at) => {
+                self.host.say(host_call(&self.opened, at), vec![2; 3]);
+            }
             Move::HostWrite(at, len) => drop(self.host.write(host_call(&self.opened, at), Channel::Input, &vec![3; len])),
             Move::HostEnd(at) => self.host.end(host_call(&self.opened, at), Channel::Input),
             Move::GiveUp(at) => self.host.give_up(host_call(&self.opened, at)),
@@ -375,7 +424,9 @@ impl World {
                 let _ = (read_all(&mut self.host, call, Channel::Output), self.host.message(call));
             }
             Move::Accept => self.accepted.extend(self.guest.accept().map(|(call, _)| call)),
-            Move::GuestSay(at) => drop(self.guest.say(host_call(&self.accepted, at), vec![4; 3])),
+            Move::GuestSay(at) => {
+                self.guest.say(host_call(&self.accepted, at), vec![4; 3]);
+            }
             Move::GuestWrite(at, len) => drop(self.guest.write(host_call(&self.accepted, at), Channel::Output, &vec![5; len])),
             Move::GuestRead(at) => drop(read_all(&mut self.guest, host_call(&self.accepted, at), Channel::Input)),
             Move::Finish(at) => self.guest.finish(host_call(&self.accepted, at), vec![6; 9]),

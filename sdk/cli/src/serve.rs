@@ -30,7 +30,8 @@ pub struct UpArgs {
     /// Tasks (bundles) run at once. Default: one a core.
     #[arg(long, env = "VOLLEY_SLOTS", value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub slots: Option<u32>,
-    /// Isolation tiers to offer: process, container, microvm. May be repeated.
+    /// Isolation tiers to offer: process, container, microvm. May be repeated. What this host can't have is left out and said, unless nothing else is
+    /// asked for.
     #[arg(long = "isolation", env = "VOLLEY_ISOLATION", value_delimiter = ',', default_value = "process", value_name = "TIER")]
     pub isolation: Vec<String>,
     /// Whom tasks run as.
@@ -207,7 +208,8 @@ pub struct WorkerArgs {
     /// A label that specs can ask for. May be repeated.
     #[arg(long = "label", value_name = "KEY=VALUE", value_parser = units::pair)]
     pub labels: Vec<(String, String)>,
-    /// Isolation tiers to offer: process, container, microvm. May be repeated.
+    /// Isolation tiers to offer: process, container, microvm. May be repeated. What this host can't have is left out and said, unless nothing else is
+    /// asked for.
     #[arg(long = "isolation", env = "VOLLEY_ISOLATION", value_delimiter = ',', default_value = "process", value_name = "TIER")]
     pub isolation: Vec<String>,
     /// Whom tasks run as.

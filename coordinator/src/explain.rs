@@ -21,7 +21,7 @@ use crate::split::Waiting;
 use crate::state::State;
 use crate::state::job::Job;
 use crate::state::task::{Cell, PAGE_TASKS, Phase};
-use crate::state::worker::{self, BUNDLES_PER_SLOT, Unfit, Worker};
+use crate::state::worker::{self, BUNDLES_PER_SLOT, Unfit, Worker, Workers};
 
 /// Jobs named that hold the places a task waits for: enough to see whom to ask.
 const HOLDERS_NAMED: usize = 3;
@@ -152,7 +152,7 @@ fn open(state: &State, job: &Job, index: u32, cell: Cell, heard: &Heard) -> Stri
 fn waiting(state: &State, job: &Job, heard: &Heard) -> Explanation {
     let now_ms = state.head.now_ms;
     let explained = |name: &WorkerId, worker: &Worker| {
-        let mut reasons = reasons(job, worker, now_ms, heard.workers.get(name));
+        let mut reasons = reasons(job, (&state.workers, worker), now_ms, heard.workers.get(name));
         if heard.failed_on.as_ref() == Some(name) {
             reasons.push("the task failed here before; another worker is preferred".to_owned());
         }
@@ -166,13 +166,14 @@ fn waiting(state: &State, job: &Job, heard: &Heard) -> Explanation {
 
 /// Have workers joined, and could none of them ever run the job's tasks, even when idle?
 fn never(state: &State, job: &Job) -> bool {
-    !state.workers.is_empty() && state.workers.values().all(|worker| !worker::obstacles(&worker.info, &job.facts.plan.needs).is_empty())
+    !state.workers.is_empty()
+        && state.workers.values().all(|worker| !worker::obstacles(&state.workers, &worker.info, &job.facts.plan.needs).is_empty())
 }
 
 /// What to do about tasks that no worker could ever run: what to ask for otherwise, or what a worker would have to have.
 fn could(state: &State, needs: &Needs) -> String {
     let (mut places, mut wanted) = (Vec::new(), Vec::new());
-    for unfit in state.workers.values().flat_map(|worker| worker::obstacles(&worker.info, needs)) {
+    for unfit in state.workers.values().flat_map(|worker| worker::obstacles(&state.workers, &worker.info, needs)) {
         let (place, want) = match unfit {
             Unfit::Isolation { tier, .. } => ("$.task.isolation", format!("offers isolation \"{tier}\"")),
             Unfit::Templates { needs, .. } => {
@@ -262,7 +263,7 @@ pub fn nowhere(state: &State, needs: &Needs) -> Option<String> {
     }
     let mut named = Vec::new();
     for (name, worker) in &state.workers {
-        let unfit = worker::obstacles(&worker.info, needs);
+        let unfit = worker::obstacles(&state.workers, &worker.info, needs);
         if unfit.is_empty() {
             return None;
         }
@@ -280,7 +281,7 @@ pub fn nowhere(state: &State, needs: &Needs) -> Option<String> {
 
 /// Which other jobs hold places on workers that could run the job's tasks, those with most first.
 fn holders(state: &State, job: &Job) -> String {
-    let fit = state.workers.values().filter(|worker| worker::obstacles(&worker.info, &job.facts.plan.needs).is_empty());
+    let fit = state.workers.values().filter(|worker| worker::obstacles(&state.workers, &worker.info, &job.facts.plan.needs).is_empty());
     let mut places: BTreeMap<JobId, usize> = BTreeMap::new();
     fit.flat_map(|worker| worker.bundles.values()).for_each(|bundle| *places.entry(bundle.job).or_default() += 1);
     let all: usize = places.values().sum();
@@ -298,9 +299,9 @@ fn holders(state: &State, job: &Job) -> String {
 }
 
 /// Everything between the job's tasks and one worker.
-fn reasons(job: &Job, worker: &Worker, now_ms: u64, heard: Option<&HeardOf>) -> Vec<String> {
+fn reasons(job: &Job, (workers, worker): (&Workers, &Worker), now_ms: u64, heard: Option<&HeardOf>) -> Vec<String> {
     let needs = &job.facts.plan.needs;
-    let mut reasons: Vec<String> = worker::obstacles(&worker.info, needs).iter().map(ToString::to_string).collect();
+    let mut reasons: Vec<String> = worker::obstacles(workers, &worker.info, needs).iter().map(ToString::to_string).collect();
     if worker.draining || heard.is_some_and(|heard| heard.draining) {
         reasons.push("is draining".to_owned());
     }
@@ -390,6 +391,7 @@ mod tests {
             lacks: Vec::new(),
             template_bytes: None,
             images: None,
+            fetches: false,
         };
         let worker = Worker {
             incarnation: Incarnation(1),

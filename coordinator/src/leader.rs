@@ -533,6 +533,7 @@ mod tests {
             lacks: Vec::new(),
             template_bytes: None,
             images: None,
+            fetches: false,
         };
         let worker = Worker {
             incarnation: Incarnation(7),

@@ -192,6 +192,8 @@ struct Queue<'a> {
     starts: u32,
     /// Some worker has its image, so that those that don't are not asked.
     pinned: bool,
+    /// No worker has room to build the template of its machines.
+    too_large: bool,
 }
 
 /// One round: who runs what next. `silent` workers get nothing. `now_ms` is monotonic and for rate limits only.
@@ -264,9 +266,13 @@ fn fit(
     let job = queue.job;
     let needs = &job.facts.plan.needs;
     let next = queue.waiting.peek()?;
-    let pinned = queue.pinned;
-    let could =
-        |c: &Candidate<'_>| worker::unfit(&c.worker.info, needs).is_empty() && !(pinned && worker::lacks_image(&c.worker.info, needs));
+    let (pinned, too_large) = (queue.pinned, queue.too_large);
+    let could = |c: &Candidate<'_>| {
+        let info = &c.worker.info;
+        worker::unfit(info, needs).is_empty()
+            && !(pinned && worker::lacks_image(info, needs))
+            && !worker::too_large_here(info, needs, too_large)
+    };
     // The worker where it failed is taken only if no other could ever run it.
     let avoided = scheduler.avoid.get(&(job.id, next)).filter(|bad| candidates.iter().any(|c| c.name != *bad && could(c)));
     let may_wait = cluster.short.contains(&job.id);
@@ -315,7 +321,8 @@ impl<'a> Shares<'a> {
             if job.startable() && job.waiting() > 0 {
                 let starts = scheduler.starts_left(job, now_ms);
                 let pinned = worker::image_is_somewhere(&state.workers, &job.facts.plan.needs);
-                shares.push(Queue { job, waiting: Waiting::new(job), bundles: job.bundles, starts, pinned });
+                let too_large = worker::is_too_large(&state.workers, &job.facts.plan.needs);
+                shares.push(Queue { job, waiting: Waiting::new(job), bundles: job.bundles, starts, pinned, too_large });
             }
         }
         shares

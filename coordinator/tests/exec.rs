@@ -12,10 +12,12 @@ use tokio_tungstenite::tungstenite::client::IntoClientRequest;
 use tokio_tungstenite::tungstenite::{Error, Message};
 use tokio_util::sync::CancellationToken;
 use volley_coordinator::config::CoordinatorConfig;
+use volley_jobspecs::failure::FailureClass;
 use volley_jobspecs::ids::{AttemptName, WorkerId};
 use volley_jobspecs::spec;
 use volley_jobspecs::validate::Features;
 use volley_jobspecs::wire::plan::Isolation;
+use volley_jobspecs::wire::report::{AttemptEnd, Ending};
 use volley_jobspecs::wire::shell::{Body, Ended, Frame, Open, Opened, PIECE_BYTES_MAX, Refused, Tty};
 use volley_jobspecs::{subjects, wire};
 
@@ -74,7 +76,10 @@ async fn serve(cluster: &Cluster, answer: Opened) -> (async_nats::Client, tokio:
     let client = async_nats::connect(&cluster.world.nats.url).await.expect("NATS");
     let worker = WorkerId::new("w1").expect("a name");
     let mut wishes = client.subscribe(subjects::shell(&worker)).await.expect("a subscription");
-    client.flush().await.expect("flushed");
+    // The server has it when it has what was sent behind it.
+    let mut there = client.subscribe("there").await.expect("a subscription");
+    client.publish("there", Vec::new().into()).await.expect("published");
+    there.next().await.expect("it comes back");
     let (seen, opens) = tokio::sync::mpsc::unbounded_channel();
     let own = client.clone();
     tokio::spawn(async move {
@@ -176,6 +181,31 @@ async fn frames_go_through_as_they_are_and_both_ends_hear_of_the_end() {
     let frame: Frame = wire::decode("frame", &bytes).expect("a frame");
     assert!(matches!(frame.body, Body::Failed(why) if why.contains("stopping")));
     cluster.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_kept_machine_is_ended_by_those_who_see_its_job() {
+    let Some((cluster, mut begun)) = start().await else { return };
+    let job = cluster.submit(&one_task("microvm")).await;
+    let name = begun.recv().await.expect("an attempt");
+    cluster.report(failure(name)).await;
+    cluster.ended(&job).await;
+    let path = format!("/v1/jobs/{job}/tasks/0/exec");
+    let end = async |rest: &str| cluster.call(Method::DELETE, &format!("{path}{rest}"), Some(BOOTSTRAP), &[], "").await;
+    let (_client, mut opens) = serve(&cluster, Opened::Yes).await;
+    end("").await.expect(204);
+    let open = opens.recv().await.expect("a wish");
+    assert_eq!((open.name, open.end), (name, true));
+    for (bad, code) in [("?attempt=x", 400), ("?attempt=9", 404), ("?tty=24x80", 400)] {
+        end(bad).await.expect(code);
+    }
+    cluster.call(Method::DELETE, &path, None, &[], "").await.expect(401);
+    cluster.stop().await;
+}
+
+/// It failed by itself.
+fn failure(name: AttemptName) -> AttemptEnd {
+    AttemptEnd { code: Some(1), ..AttemptEnd::bare(name, Ending::Failed(FailureClass::ExitCode), Isolation::Microvm) }
 }
 
 /// Why the coordinator ended a session: what it says last, which must be soon.

@@ -86,6 +86,7 @@ fn a_job_is_forgotten_when_no_worker_holds_anything_of_it_any_more() {
         lacks: Vec::new(),
         template_bytes: None,
         images: None,
+        fetches: false,
     };
     let (leader, _) = world.core.leader().unwrap();
     leader.record(Decision::Level(wire::LEVEL));

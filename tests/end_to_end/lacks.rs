@@ -30,10 +30,12 @@ fn a_worker_without_a_vmm_offers_the_rest_and_tells_why() {
     let shown = cluster.volley(&["cluster"]).exits(0).stdout;
     assert!(shown.contains(&format!("microvm on local: {why}")), "{shown}");
 
-    // A job that wants machines is refused with the same words, and one that doesn't runs.
+    // A job that wants machines waits, as one may come that has them, and is told so with the same words; one that doesn't runs.
     let spec = cluster.spec(json!({ "count": 1 }), json!({ "isolation": "microvm", "image": "x", "command": "true" }), json!({}));
-    let refused = cluster.volley(&["submit", &spec]).exits(2);
-    assert!(refused.stderr.contains(&format!("worker local can't offer it: {why}")), "{}", refused.stderr);
+    let waits = cluster.volley(&["submit", &spec]).exits(0);
+    assert!(waits.stderr.contains(&format!("local can't offer isolation \"microvm\": {why}")), "{}", waits.stderr);
+    let explained = cluster.volley(&["explain", waits.stdout.trim(), "0"]).exits(0).stdout;
+    assert!(explained.contains(&why), "{explained}");
     let job = cluster.submit(&cluster.spec(json!({ "count": 1 }), json!({ "command": "true" }), json!({})));
     assert_eq!(cluster.ended(&job)["state"], "succeeded");
 }

@@ -40,6 +40,7 @@ pub fn config(name: &WorkerId, slots: u32) -> CoreConfig {
         lacks: Vec::new(),
         template_bytes: None,
         images: None,
+        fetches: false,
     };
     CoreConfig { worker: name.clone(), info, beat_ms: BEAT_MS, linger_ms: 5, unsent_bytes_max: 1 << 20, traced: true }
 }

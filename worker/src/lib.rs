@@ -216,6 +216,7 @@ fn core_config(config: &Config, offered: Offered) -> core::CoreConfig {
             lacks,
             template_bytes,
             images,
+            fetches: template_bytes.is_some() && config.machines.sharing.is_some(),
         },
         beat_ms: config.beat_ms,
         linger_ms: config.linger_ms,

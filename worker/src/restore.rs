@@ -103,7 +103,9 @@ impl RestoreError {
             // The job's own fault, on every worker: no other try, and nothing that speaks against the worker.
             Self::Template(TemplateError::Build(why)) if why.is_warm_up() => FailureClass::InputMissing,
             // The same, on this worker; the coordinator gives it to none that it knows to be too small.
-            Self::Template(TemplateError::Build(why)) if matches!(**why, BuildError::TooLarge { .. }) => FailureClass::PolicyDenied,
+            Self::Template(TemplateError::Build(why)) if matches!(**why, BuildError::TooLarge { shared: false, .. }) => {
+                FailureClass::PolicyDenied
+            }
             Self::Spawner(_)
             | Self::Limits(_)
             | Self::NotPrepared
@@ -154,7 +156,7 @@ impl RestoreError {
     pub fn is_blameless(&self) -> bool {
         match self {
             // Counted when it was built, where it was built.
-            Self::Template(TemplateError::Build(why)) => why.is_known(),
+            Self::Template(TemplateError::Build(why)) => why.is_known() || matches!(**why, BuildError::TooLarge { .. }),
             Self::Root(RootError::Find(why)) | Self::Template(TemplateError::Image(why)) => {
                 matches!(why, FindError::Missing { .. } | FindError::Several { .. })
             }

@@ -310,7 +310,7 @@ mod tests {
     #[test]
     fn what_can_be_done_depends_on_what_was_missing() {
         let with = |cause, class, said_by| {
-            let (sequence, mut failed) = row(3, said_by, 0);
+            let (sequence, mut failed) = row(1, said_by, 0);
             failed.end.cause = Some(cause);
             said(
                 "{}",

@@ -179,6 +179,7 @@ fn info() -> WorkerInfo {
         lacks: Vec::new(),
         template_bytes: None,
         images: None,
+        fetches: false,
     }
 }
 
@@ -385,6 +386,13 @@ fn a_machine_goes_where_there_is_room_for_its_template() {
     assert!(said.summary.contains("no worker could ever run this task") && said.next[0].contains("--template-memory"), "{said:?}");
     offers(&mut cluster, 1, None, None);
     assert_eq!(given(&mut cluster), BTreeSet::from([worker(1)]), "one that does not say is asked");
+    // One that fetches takes what another one has room to build.
+    cluster.state.workers.get_mut(&worker(0)).unwrap().info.fetches = true;
+    assert_eq!(given(&mut cluster).len(), 2);
+    offers(&mut cluster, 1, Some(1 << 30), None);
+    assert_eq!(given(&mut cluster), BTreeSet::new());
+    let said = explain(&cluster.state, *cluster.state.jobs.keys().next().unwrap(), 0, &Heard::default());
+    assert!(said.workers.iter().all(|worker| worker.reasons == [reason]), "{said:?}");
 }
 
 #[test]

@@ -169,10 +169,8 @@ pub fn unfit(info: &WorkerInfo, needs: &Needs) -> Vec<Unfit> {
         let why = info.why_not(needs.isolation).map(str::to_owned);
         reasons.push(Unfit::Isolation { tier: needs.isolation.as_str(), why });
     }
-    if let Some(has) = info.template_bytes.filter(|_| needs.isolation == Isolation::Microvm) {
-        let needs = needs.memory_bytes.saturating_sub(machine::VMM_BYTES);
-        reasons.extend((needs > has).then_some(Unfit::Templates { has, needs }));
-    }
+    // What another one builds it may well have room for: of a machine's memory only what was written is fetched.
+    reasons.extend(lacks_room(info, needs).filter(|_| !info.fetches));
     if needs.cpu_milli > info.cpu_milli {
         reasons.push(Unfit::FewCores { has: info.cpu_milli, needs: needs.cpu_milli });
     }
@@ -186,10 +184,33 @@ pub fn unfit(info: &WorkerInfo, needs: &Needs) -> Vec<Unfit> {
     reasons
 }
 
-/// The same, and its image.
+/// Too little room to build the template of such a task's machine.
+fn lacks_room(info: &WorkerInfo, needs: &Needs) -> Option<Unfit> {
+    let has = info.template_bytes.filter(|_| needs.isolation == Isolation::Microvm)?;
+    let needs = needs.memory_bytes.saturating_sub(machine::VMM_BYTES);
+    (needs > has).then_some(Unfit::Templates { has, needs })
+}
+
+/// Is there no worker that could build the template of such a task's machine? Then none fetches it either.
 #[must_use]
-pub fn obstacles(info: &WorkerInfo, needs: &Needs) -> Vec<Unfit> {
+pub fn is_too_large(workers: &Workers, needs: &Needs) -> bool {
+    let builds = |worker: &Worker| worker.info.isolation.contains(&needs.isolation) && lacks_room(&worker.info, needs).is_none();
+    needs.isolation == Isolation::Microvm && !workers.values().any(builds)
+}
+
+/// Does such a task need more room than this worker has, for a template that nobody else builds either (`nobody`: [`is_too_large`])?
+#[must_use]
+pub fn too_large_here(info: &WorkerInfo, needs: &Needs, nobody: bool) -> bool {
+    nobody && lacks_room(info, needs).is_some()
+}
+
+/// The same as [`unfit`], and what depends on the other workers and on what may come any time: a template's room, and its image.
+#[must_use]
+pub fn obstacles(workers: &Workers, info: &WorkerInfo, needs: &Needs) -> Vec<Unfit> {
     let mut reasons = unfit(info, needs);
+    if info.fetches && is_too_large(workers, needs) {
+        reasons.extend(lacks_room(info, needs));
+    }
     reasons.extend(lacks_image(info, needs).then_some(Unfit::Image));
     reasons
 }

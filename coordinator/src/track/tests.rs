@@ -74,6 +74,7 @@ impl World {
             lacks: Vec::new(),
             template_bytes: None,
             images: None,
+            fetches: false,
         };
         self.decide(Decision::WorkerJoined { worker: self.worker.clone(), incarnation: Incarnation(life), info });
     }

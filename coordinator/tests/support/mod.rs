@@ -273,6 +273,7 @@ pub fn worker_info(slots: u32) -> WorkerInfo {
         lacks: Vec::new(),
         template_bytes: None,
         images: None,
+        fetches: false,
     }
 }
 

@@ -52,13 +52,17 @@ pub struct WorkerInfo {
     #[n(9)]
     #[cbor(default)]
     pub lacks: Vec<Lack>,
-    /// The host's memory for machines' templates, in bytes: no larger machine can be made here. None: it offers none, or does not say. Recorded since
-    /// level 6.
+    /// The host's memory for machines' templates, in bytes: no template of a larger machine can be built here. None: it offers none, or does not say.
+    /// Recorded since level 6.
     #[n(10)]
     pub template_bytes: Option<u64>,
     /// What its images are called, each as `image::key`, in order. None: it needs none, or does not say. Recorded since level 6.
     #[n(11)]
     pub images: Option<Vec<u64>>,
+    /// Does it fetch templates that others build? Those may be of larger machines. Recorded since level 6.
+    #[n(12)]
+    #[cbor(default)]
+    pub fetches: bool,
 }
 
 impl WorkerInfo {
@@ -68,7 +72,7 @@ impl WorkerInfo {
         if level >= LEVEL_OFFERS {
             return self.clone();
         }
-        Self { lacks: Vec::new(), template_bytes: None, images: None, ..self.clone() }
+        Self { lacks: Vec::new(), template_bytes: None, images: None, fetches: false, ..self.clone() }
     }
 
     /// Why it can't offer a tier that it was to offer.
@@ -416,6 +420,7 @@ mod tests {
             lacks: vec![Lack::new(Isolation::Microvm, "no QEMU")],
             template_bytes: Some(1 << 30),
             images: Some(vec![1, 2]),
+            fetches: false,
         }
     }
 

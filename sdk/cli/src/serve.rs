@@ -30,7 +30,8 @@ pub struct UpArgs {
     /// Tasks (bundles) run at once. Default: one a core.
     #[arg(long, env = "VOLLEY_SLOTS", value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub slots: Option<u32>,
-    /// Isolation tiers to offer: process, container, microvm. May be repeated.
+    /// Isolation tiers to offer: process, container, microvm. May be repeated. What this host can't have is left out and said, unless nothing else is
+    /// asked for.
     #[arg(long = "isolation", env = "VOLLEY_ISOLATION", value_delimiter = ',', default_value = "process", value_name = "TIER")]
     pub isolation: Vec<String>,
     /// Whom tasks run as.
@@ -207,7 +208,8 @@ pub struct WorkerArgs {
     /// A label that specs can ask for. May be repeated.
     #[arg(long = "label", value_name = "KEY=VALUE", value_parser = units::pair)]
     pub labels: Vec<(String, String)>,
-    /// Isolation tiers to offer: process, container, microvm. May be repeated.
+    /// Isolation tiers to offer: process, container, microvm. May be repeated. What this host can't have is left out and said, unless nothing else is
+    /// asked for.
     #[arg(long = "isolation", env = "VOLLEY_ISOLATION", value_delimiter = ',', default_value = "process", value_name = "TIER")]
     pub isolation: Vec<String>,
     /// Whom tasks run as.
@@ -237,8 +239,8 @@ pub struct MachineArgs {
     /// (`openssl rand -hex 32`), the first is written with.
     #[arg(long, env = "VOLLEY_TEMPLATE_KEYS", value_name = "FILE", help_heading = "microVMs")]
     pub template_keys: Option<PathBuf>,
-    /// Memory of the host for machines' snapshots, such as 4GiB; beside --memory. Default: an eighth of the host's, as each takes only what its machine
-    /// has written (some 100 MiB); but a machine's whole memory is set aside while its snapshot is made, so none larger than this can run.
+    /// Memory for machines' snapshots, such as 4GiB. Beside --memory. Default: an eighth of the host's, as each takes only what its machine has written
+    /// (some 100 MiB). A machine's whole memory is set aside while its snapshot is made, so none larger than this can run.
     #[arg(long, env = "VOLLEY_TEMPLATE_MEMORY", value_name = "SIZE", value_parser = units::scalar::<ByteSize>, help_heading = "microVMs")]
     pub template_memory: Option<ByteSize>,
     /// What runs the machines: auto, qemu or firecracker. `auto` is Firecracker where KVM executes and there is one, else QEMU (with KVM if that executes, else emulating).

@@ -29,6 +29,7 @@ fn config(slots: u32) -> CoreConfig {
             lacks: Vec::new(),
             template_bytes: None,
             images: None,
+            fetches: false,
         },
         beat_ms: 3_000,
         linger_ms: 5,

@@ -46,6 +46,8 @@ pub enum BuildError {
         wanted: u64,
         /// The budget.
         bytes_max: u64,
+        /// May another worker have the room, and this one fetch what it builds?
+        shared: bool,
     },
     /// The VMM does not do it.
     #[error("building a template failed at {stage}: {source}{console}")]
@@ -135,13 +137,21 @@ pub enum BuildError {
 impl From<NoRoom> for BuildError {
     fn from(why: NoRoom) -> Self {
         match why.wanted > why.bytes_max {
-            true => Self::TooLarge { wanted: why.wanted, bytes_max: why.bytes_max },
+            true => Self::TooLarge { wanted: why.wanted, bytes_max: why.bytes_max, shared: false },
             false => Self::NoRoom(why),
         }
     }
 }
 
 impl BuildError {
+    /// The same, of a worker that fetches what others build.
+    pub(super) fn of_shared(room: NoRoom) -> Self {
+        match room.into() {
+            Self::TooLarge { wanted, bytes_max, .. } => Self::TooLarge { wanted, bytes_max, shared: true },
+            other => other,
+        }
+    }
+
     /// Is it the job's own fault? Another try would meet the same warm-up.
     #[must_use]
     pub fn is_warm_up(&self) -> bool {

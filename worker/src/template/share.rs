@@ -138,7 +138,7 @@ impl Sharing {
 
     async fn fetch(&self, make: &Make<'_>, stored: &Stored) -> Result<Snapshot, NotFetched> {
         let Make { recipe, builder, teller, room } = make;
-        room(stored.manifest.data_bytes()).map_err(|why| NotFetched::Away(why.into()))?;
+        room(stored.manifest.data_bytes()).map_err(|why| NotFetched::Away(BuildError::of_shared(why)))?;
         let begun = Instant::now();
         let progress = teller.progress(Phase::Fetching, stored.manifest.data_bytes());
         let fetched = self.depot.fetch(&recipe.owner, stored, &|bytes| progress.add(bytes)).await;
@@ -231,7 +231,7 @@ struct Make<'a> {
 impl Make<'_> {
     /// Builds it. How long that took.
     async fn build(&self) -> Result<(Obtained, Duration), BuildError> {
-        (self.room)(self.recipe.size.memory_bytes)?;
+        (self.room)(self.recipe.size.memory_bytes).map_err(BuildError::of_shared)?;
         self.teller.tell(Phase::Building);
         let begun = Instant::now();
         let (snapshot, kept_processes) = self.builder.build(self.recipe).await?;

@@ -180,7 +180,7 @@ async fn a_template_is_built_by_one_worker_and_run_by_all() {
     drop(seven.template(&image).await.unwrap());
     let other = TenantId::new("other").unwrap();
     let why = seven.machines.template(&Wanted::plain(&other, Some(&image), &small())).await.unwrap_err();
-    assert!(matches!(&why, TemplateError::Build(why) if matches!(**why, BuildError::NoRoom(_))), "{why}");
+    assert!(matches!(&why, TemplateError::Build(why) if matches!(**why, BuildError::TooLarge { shared: true, .. })), "{why}");
     for worker in [one, two, three, seven] {
         worker.machines.close().await;
     }

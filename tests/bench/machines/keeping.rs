@@ -1,17 +1,20 @@
 //! `standby-memory`, `restore-leaks`: what machines that wait cost, and what those that are gone leave.
 
 use std::collections::BTreeMap;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use volley_jobspecs::wire::guest::{Furnish, Mount};
 use volley_worker::cgroup::{Cgroups, Limits};
 use volley_worker::guest::Guest;
+use volley_worker::machines::ScratchDisks;
 use volley_worker::machines::groups::Groups;
 use volley_worker::standby::Standing;
 use volley_worker::vmm::spawner::MachineSpawner;
-use volley_worker::vmm::{Snapshot, Vm, Vmm};
+use volley_worker::vmm::{Disk, Kind, Slot, Snapshot, Source, Vm, Vmm};
 
-use crate::figures::{figure, median};
+use crate::limits::{Limit, line, pair};
 use crate::linux::{self, Linux, qemu};
 use crate::tiny::Tiny;
 use crate::{SOON, ms};
@@ -20,6 +23,11 @@ use crate::{SOON, ms};
 const CLONES: usize = 32;
 /// Restores in a row.
 const RESTORES: usize = 1_000;
+/// Size of the disk that each of them has, and writes to where its guest can.
+const SCRATCH_BYTES: u64 = 64 << 20;
+const WRITES: &str = "head -c 1048576 /dev/zero > /volley/file; sync";
+/// The worker's memory afterwards, of what it was before.
+const FLAT: Limit = Limit::RatioAtMost(1.05);
 /// After so many nothing grows that is filled at first use.
 const WARM: usize = 50;
 
@@ -66,9 +74,10 @@ pub async fn standby_memory(spawner: &MachineSpawner) {
         }
         let each: Vec<(f64, f64)> = waiting.iter().map(|vm| memory(&**vm)).collect();
         let beside: Vec<f64> = each.iter().map(|(all, own)| all - own).collect();
-        figure(&format!("standby {name} MiB beside pages"), median(&beside), limit);
+        pair(&format!("standby {name} MiB beside pages"), &beside, None, Some(Limit::AtMost(limit)));
         let own: Vec<f64> = each.iter().map(|(_, own)| *own).collect();
-        figure(&format!("standby {name} MiB own pages"), median(&own), snapshot.size.memory_bytes as f64 / 1_048_576.0);
+        let memory = [snapshot.size.memory_bytes as f64 / 1_048_576.0];
+        pair(&format!("standby {name} MiB own pages"), &own, Some(&memory), None);
         for vm in waiting {
             vm.kill().await.unwrap();
         }
@@ -76,7 +85,7 @@ pub async fn standby_memory(spawner: &MachineSpawner) {
 }
 
 /// What there is: descriptors of this process by kind, and of the spawner, processes, mounts, directories of machines, cgroups.
-fn there(spawner: &MachineSpawner) -> BTreeMap<String, usize> {
+fn there(spawner: &MachineSpawner, scratch: &Path) -> BTreeMap<String, usize> {
     let mut all = BTreeMap::new();
     let proc = |rest: &str| format!("/proc/{}/{rest}", spawner.pid());
     let count = |dir: &str| std::fs::read_dir(dir).map_or(0, Iterator::count);
@@ -89,6 +98,7 @@ fn there(spawner: &MachineSpawner) -> BTreeMap<String, usize> {
     all.insert("mounts".to_owned(), std::fs::read_to_string(proc("mountinfo")).unwrap().lines().count());
     all.insert("mounts of the host".to_owned(), std::fs::read_to_string("/proc/self/mountinfo").unwrap().lines().count());
     all.insert("directories of machines".to_owned(), count(&proc("root/m")));
+    all.insert("files of scratch disks".to_owned(), count(&scratch.to_string_lossy()));
     let cgroups = std::fs::read_to_string("/proc/cgroups").unwrap();
     let numbers = cgroups.lines().skip(1).filter_map(|line| line.split_whitespace().nth(2)?.parse::<usize>().ok());
     all.insert("cgroups".to_owned(), numbers.max().unwrap_or(0));
@@ -104,21 +114,40 @@ fn resident_kib() -> f64 {
     text.lines().find_map(|line| line.strip_prefix("VmRSS:")?.trim().strip_suffix(" kB")?.trim().parse().ok()).unwrap()
 }
 
-/// How long its cgroup took: to be had, and to get a task's limits.
-async fn once(vmm: &dyn Vmm, snapshot: &Snapshot, n: usize, groups: &Groups) -> Duration {
-    let begin = Instant::now();
+/// How long one took.
+struct Took {
+    /// Its cgroup: to be had, and to get a task's limits.
+    limits: Duration,
+    /// All, from nothing to nothing.
+    all: Duration,
+}
+
+/// A restore as a task has it, with a scratch disk that is written to.
+async fn once(vmm: &dyn Vmm, snapshot: &Snapshot, n: usize, groups: &Groups, disks: &ScratchDisks) -> Took {
+    let begun = Instant::now();
     let mut group = groups.take().unwrap();
-    let taken = begin.elapsed();
+    let taken = begun.elapsed();
+    let mut scratch = disks.make(SCRATCH_BYTES).await.unwrap();
     let mut vm = vmm.restore(snapshot, &group.join_files()).await.unwrap();
+    let bytes = scratch.bytes;
+    vm.swap(Slot::SCRATCH, Disk { source: Source::File(scratch.file.take().unwrap()), bytes }).await.unwrap();
+    drop(scratch);
     vm.resume().await.unwrap();
     let begin = Instant::now();
     group.limit(Limits { memory_bytes: Some(snapshot.size.memory_bytes + (256 << 20)), cpu_milli: Some(2_000), pids: Some(256) }).unwrap();
-    let took = taken + begin.elapsed();
+    let limits = taken + begin.elapsed();
     let (guest, _) = Guest::connect(vm.connect().await.unwrap(), [n as u8; 32], true, 2 * SOON).await.unwrap();
     guest.reseed([n as u8; 64]).await.unwrap();
+    let disk = Slot::SCRATCH.disk(vmm.capabilities());
+    let mount = Mount { disk, bytes, fs: "ext4".to_owned(), target: "/volley".to_owned(), read_only: false, owner: None };
+    guest.furnish(Furnish { mount, dirs: Vec::new(), user: None }).await.unwrap();
+    // The tiny guest has no file systems.
+    if vmm.capabilities().identity.vmm == Kind::Qemu {
+        linux::sh(&guest, WRITES).await;
+    }
     drop(guest);
     Standing { vm, group }.end().await;
-    took
+    Took { limits, all: begun.elapsed() }
 }
 
 pub async fn restore_leaks(spawner: &MachineSpawner) {
@@ -126,33 +155,35 @@ pub async fn restore_leaks(spawner: &MachineSpawner) {
         let cgroups = Cgroups::open(&format!("volley-bench-{}", std::process::id()));
         let cgroups = cgroups.map_err(|why| eprintln!("without cgroups: {why}")).ok().map(Arc::new);
         let groups = Groups::new(cgroups.clone());
+        let scratch = tempfile::tempdir().unwrap();
+        let disks = ScratchDisks::open(scratch.path(), "/sbin/mke2fs".into()).unwrap();
         for n in 0..WARM {
-            once(&*vmm, &snapshot, n, &groups).await;
+            once(&*vmm, &snapshot, n, &groups, &disks).await;
         }
         // Tasks that follow what a machine said end when they have read the end.
         tokio::time::sleep(Duration::from_millis(200)).await;
-        let (before, kib) = (there(spawner), resident_kib());
-        let mut limits = Vec::new();
+        let (before, kib) = (there(spawner, scratch.path()), resident_kib());
+        let (mut limits, mut all) = (Vec::new(), Vec::new());
         for n in 0..RESTORES {
-            limits.push(ms(once(&*vmm, &snapshot, n, &groups).await));
+            let took = once(&*vmm, &snapshot, n, &groups, &disks).await;
+            limits.push(ms(took.limits));
+            all.push(ms(took.all));
             if n % 100 == 99 {
                 eprintln!("{} of {RESTORES} restores of {name}", n + 1);
             }
         }
         tokio::time::sleep(Duration::from_millis(200)).await;
-        let after = there(spawner);
+        let after = there(spawner, scratch.path());
         let left: Vec<String> = after
             .iter()
             .filter(|(what, count)| before.get(*what) != Some(count))
             .map(|(what, count)| format!("{what}: {} -> {count}", before.get(what).copied().unwrap_or(0)))
             .collect();
-        figure(
-            &format!("{name} things held after {RESTORES}"),
-            after.values().sum::<usize>() as f64,
-            before.values().sum::<usize>() as f64,
-        );
-        figure(&format!("{name} worker KiB after {RESTORES}"), resident_kib(), kib);
-        println!("# {name}: a cgroup and its limits took {:.2} ms (median)", median(&limits));
+        let sum = |all: &BTreeMap<String, usize>| all.values().sum::<usize>() as f64;
+        line(&format!("{name} things held after {RESTORES}"), sum(&after), Some(sum(&before)), Some(Limit::RatioAtMost(1.0)));
+        line(&format!("{name} worker KiB after {RESTORES}"), resident_kib(), Some(kib), Some(FLAT));
+        pair(&format!("{name} cgroup and limits ms"), &limits, None, None);
+        pair(&format!("{name} restore with a disk, to its end ms"), &all, None, None);
         drop(groups);
         if let Some(cgroups) = cgroups {
             cgroups.sweep().unwrap();

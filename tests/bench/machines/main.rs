@@ -5,6 +5,7 @@
 #![expect(clippy::unwrap_used, reason = "a bench: a panic ends it with a place")]
 
 mod bare;
+#[expect(dead_code, reason = "shared with the benches of jobs, whose lines have no limits")]
 #[path = "../figures.rs"]
 mod figures;
 #[expect(dead_code, reason = "shared with tests that start QEMU themselves")]
@@ -14,9 +15,12 @@ mod host;
 #[path = "../../../worker/tests/microvm/image.rs"]
 mod image;
 mod keeping;
+mod limits;
 #[expect(dead_code, reason = "shared with the tests of the drivers")]
 #[path = "../../../worker/tests/vmm/linux.rs"]
 mod linux;
+#[path = "../../../worker/tests/microvm/prepared.rs"]
+mod prepared;
 mod restore;
 mod tasks;
 #[expect(dead_code, reason = "shared with the tests of the drivers")]
@@ -48,7 +52,7 @@ fn main() {
             return;
         }
     };
-    figures::heading();
+    limits::heading();
     for each in NAMES.into_iter().filter(|each| name.as_deref().is_none_or(|name| name == *each)) {
         let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().unwrap();
         runtime.block_on(async {

@@ -7,67 +7,33 @@ use std::time::{Duration, Instant};
 
 use minicbor::bytes::ByteArray;
 use volley_guest::files::Unpack;
-use volley_jobspecs::ids::{AttemptName, JobId, TenantId};
+use volley_jobspecs::ids::TenantId;
 use volley_jobspecs::machine::DISK_BYTES_DEFAULT;
-use volley_jobspecs::resolve::ResolvedTask;
-use volley_jobspecs::spec::{Isolation, Resources, Timeouts};
+use volley_jobspecs::spec::Resources;
 use volley_jobspecs::wire::guest::mux::Channel;
 use volley_jobspecs::wire::guest::{Dir, Exec, FileLimits, Furnish, Get, Identity, Mount};
 use volley_worker::MachineConfig;
-use volley_worker::cgroup::{Cgroups, Limits};
+use volley_worker::cgroup::Cgroups;
 use volley_worker::dirs::Dirs;
 use volley_worker::guest::Guest;
 use volley_worker::machines::{Machines, Wanted};
-use volley_worker::prepare::{InMachine, Prepared};
+use volley_worker::prepare::Prepared;
 use volley_worker::runtime::Machine;
 use volley_worker::runtime::microvm::MicrovmMachine;
-use volley_worker::spawner::proto::Spawn;
 use volley_worker::template::Template;
 use volley_worker::vmm::spawner::MachineSpawner;
 use volley_worker::vmm::{Disk, Slot, Source, Vm};
 
-use crate::figures::{figure, median};
+use crate::figures::part;
 use crate::image;
+use crate::limits::{Limit, line, pair};
 use crate::ms;
+use crate::prepared::prepared;
 
 /// Tasks of each kind, in turns.
 const ROUNDS: usize = 20;
 /// What the worker may add to a machine's own time, in milliseconds.
-const OVERHEAD_MS_MAX: f64 = 10.0;
-
-fn prepared(image: &str, dirs: &Dirs) -> Prepared {
-    let task = ResolvedTask {
-        image: Some(image.to_owned()),
-        isolation: Isolation::Microvm,
-        command: vec!["/bin/true".to_owned()],
-        warm_up: Vec::new(),
-        keep_processes: false,
-        keep_failed_ms: None,
-        env: Default::default(),
-        stdin: None,
-        workdir: None,
-        resources: Resources::default(),
-        inputs: Vec::new(),
-        outputs: Vec::new(),
-        volumes: Vec::new(),
-        timeouts: Timeouts::default(),
-        network: None,
-        secrets: Vec::new(),
-    };
-    let nothing = || Vec::new().into();
-    let spawn = Spawn { argv: Vec::new(), env: Vec::new(), path: Vec::new(), cwd: nothing(), uid: None, gid: None, container: None };
-    let inside = InMachine {
-        name: AttemptName { job: JobId(1), stage: 0, index: 0, number: 1, sequence: 1 },
-        tenant: TenantId::new("public").unwrap(),
-        hostname: "measured".to_owned(),
-        defaults: Default::default(),
-        own: Default::default(),
-        cwd: "/".to_owned(),
-        dirs: dirs.clone(),
-        has_files: false,
-    };
-    Prepared { task, spawn, limits: Limits::default(), grace_ms: 1_000, inside: Some(Box::new(inside)) }
-}
+const OVERHEAD: Limit = Limit::AtMost(10.0);
 
 /// Milliseconds of each step, as they follow each other.
 #[derive(Default)]
@@ -81,8 +47,8 @@ impl Rounds {
         }
     }
 
-    fn of(&self, step: &str) -> f64 {
-        self.0.iter().find(|(name, _)| *name == step).map_or(0.0, |(_, all)| median(all))
+    fn of(&self, step: &str) -> &[f64] {
+        self.0.iter().find(|(name, _)| *name == step).map_or(&[], |(_, all)| all)
     }
 }
 
@@ -185,7 +151,7 @@ pub async fn overhead(spawner: &MachineSpawner) {
         let Some((machines, image)) = machines(spawner, &dir, waiting, cgroups).await else { return };
         let mut dirs = Dirs::new(dir.join("slot"), None);
         dirs.make().unwrap();
-        let prepared = prepared(&image, &dirs);
+        let prepared = prepared(&image, Resources::default(), &dirs);
         let mut machine = MicrovmMachine::new(machines.clone());
         let (mut ours, mut bare) = (Rounds::default(), Rounds::default());
         // The first has its template made.
@@ -205,10 +171,11 @@ pub async fn overhead(spawner: &MachineSpawner) {
         }
         let how = format!("{}{grouped}", if waiting > 0 { "standby" } else { "load" });
         for step in ["ready", "command", "outputs", "end", "all"] {
-            figure(&format!("task {how}: {step} ms"), ours.of(step), bare.of(step));
+            pair(&format!("task {how}: {step} ms"), ours.of(step), Some(bare.of(step)), None);
         }
-        let beyond = ours.of("all") - bare.of("all");
-        figure(&format!("task-overhead {how} ms vs max"), beyond, OVERHEAD_MS_MAX);
+        let beyond = |at| part(ours.of("all"), at) - part(bare.of("all"), at);
+        line(&format!("task-overhead {how} ms"), beyond(0.5), None, Some(OVERHEAD));
+        line(&format!("task-overhead {how} ms p99"), beyond(0.99), None, None);
         drop(machine);
         machines.close().await;
     }

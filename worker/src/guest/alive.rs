@@ -13,9 +13,9 @@ use super::{Call, Guest, GuestError};
 
 /// Between looks. A question costs an emulated machine a millisecond or two.
 pub const LOOK_EVERY: Duration = Duration::from_secs(3);
-/// So many looks in a row at a question without an answer, or anything else from the machine, are the end: 30 seconds. Emulated machines on a
-/// busy host answer within a few seconds even under a fork bomb (deploy/docs/0029); ten times as long is waited, because a machine that is
-/// given up too early costs a whole attempt, and one that is given up late only this time.
+/// So many looks in a row at a question without an answer, or anything else from the machine, are the end: 30 seconds. An emulated machine
+/// on a busy host answers within one, even under a fork bomb (deploy/docs/0029). Far longer is waited, because a machine that is given up too
+/// early costs a whole attempt, and one that is given up late only this time.
 pub const MISSED_MAX: u32 = 10;
 /// A look that comes this long after the former one is not counted: this process, or its whole host, stood still, and the machine may have as
 /// well.

@@ -10,8 +10,10 @@ use std::time::{Duration, Instant};
 
 use volley_guest::initramfs;
 use volley_jobspecs::failure::FailureClass;
+use volley_jobspecs::ids::JobId;
 use volley_jobspecs::wire::plan::Isolation;
-use volley_jobspecs::wire::report::Ending;
+use volley_jobspecs::wire::report::{AttemptEnd, Ending};
+use volley_jobspecs::wire::work::Order;
 use volley_worker::image::{self, Limits, Source, Store};
 use volley_worker::machines::Machines;
 use volley_worker::vmm::Kind;
@@ -23,7 +25,7 @@ use volley_worker::{Config, MachineConfig};
 use crate::bad_days::files;
 use crate::groups::{groups_of, limit, name_of, names};
 use crate::support::{World, text};
-use crate::tiny_guest::{binary, built};
+use crate::tiny_guest::{binary, built, built_with};
 use crate::unconfined::NOBODY;
 use crate::{begin, children, failed, message, spawner};
 
@@ -345,4 +347,63 @@ async fn a_kvm_that_may_not_be_opened_is_told_in_a_line() {
     }
     let line = "refused: Firecracker can't be used: KVM is there, but the worker may not open /dev/kvm; give it that device\n";
     assert!(said.contains(line), "{said} {}", String::from_utf8_lossy(&ran.stderr));
+}
+
+/// One try of a job's only task.
+async fn tried(w: &mut World, job: JobId, number: u32) -> AttemptEnd {
+    let (_, mut order) = w.bundle(job, 0, 1);
+    if let Order::Run(bundle) = &mut order {
+        bundle.tasks[0].number = number;
+    }
+    w.order(vec![order]).await;
+    let mut found = None;
+    w.until("an end", |w| {
+        found = w.ends().into_iter().find(|end| end.name.job == job && end.name.number == number);
+        found.is_some()
+    })
+    .await;
+    found.unwrap()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_attempt_whose_machine_does_not_confirm_is_tried_again_and_leaves_nothing() {
+    for (lie, said) in
+        [("PROOF_REPEATS", "gave the same random bytes as another one and was killed"), ("CLOCK_REFUSED", "the clock can't be set")]
+    {
+        let built = tempfile::tempdir().unwrap();
+        let started = world(|config| {
+            config.machines.kernel = Some(built_with(built.path(), &[lie]).unwrap());
+            config.machines.standby_of_one_max = Some(0);
+        });
+        let Some((mut w, tiny)) = started.await else { return };
+        let (mut before, mut failed_tries) = (None, 0);
+        // Half of the machines lie; that none of so many does, or all of one task's, does not happen.
+        for _ in 0..16 {
+            let (job, _) = w.job(r#"{"count":1}"#, &tiny.task(&["exit", "0", "fine"], START));
+            let mut number = 1;
+            let end = loop {
+                let end = tried(&mut w, job, number).await;
+                if end.ending == Ending::Succeeded {
+                    break end;
+                }
+                assert_eq!(end.ending, failed(FailureClass::RestoreFailed), "{end:?}");
+                assert!(message(&end).contains(said) && text(&end.stdout).is_empty(), "{end:?}");
+                failed_tries += 1;
+                number += 1;
+                assert!(number < 60);
+            };
+            assert_eq!(text(&end.stdout), "fine\n", "{end:?}");
+            tiny.none_left().await;
+            let begun = Instant::now();
+            let before = before.get_or_insert_with(|| tiny.held());
+            while tiny.held() != *before {
+                assert!(begun.elapsed() < SOON, "{lie}: {:?}", tiny.held().symmetric_difference(before).collect::<Vec<_>>());
+                tokio::time::sleep(Duration::from_millis(10)).await;
+            }
+        }
+        eprintln!("{lie}: {failed_tries} tries failed, 16 tasks succeeded");
+        assert!(failed_tries > 0, "{lie}");
+        assert!(FailureClass::RestoreFailed.is_infra() && FailureClass::RestoreFailed.retry_by_default());
+        w.finish().await;
+    }
 }

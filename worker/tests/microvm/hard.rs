@@ -103,7 +103,7 @@ async fn a_machine_that_does_not_obey_or_is_killed_does_not_hold_its_slot() {
     w.finish().await;
 }
 
-fn signal(pids: Vec<u32>, signal: i32) {
+pub fn signal(pids: Vec<u32>, signal: i32) {
     assert_eq!(pids.len(), 1, "one machine runs");
     for pid in pids {
         // SAFETY: a plain system call, on a process of this test's own spawner.

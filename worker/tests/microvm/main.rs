@@ -16,11 +16,17 @@ mod hard;
 mod host;
 mod image;
 mod kept;
+#[expect(dead_code, reason = "shared with the tests of the drivers")]
+#[path = "../vmm/linux.rs"]
+mod linux;
 mod linux_on_firecracker;
 #[expect(dead_code, reason = "shared with tests of leases")]
 #[path = "../nats/mod.rs"]
 mod nats;
+mod prepared;
 mod shell;
+mod siblings;
+mod still;
 #[expect(dead_code, reason = "shared with tests of other tiers")]
 #[path = "../support/mod.rs"]
 mod support;
@@ -28,8 +34,11 @@ mod templates;
 #[path = "../vmm/tiny_guest/mod.rs"]
 mod tiny_guest;
 mod unconfined;
+mod unconfirmed;
 mod unlike;
 mod warm_up;
+
+use std::time::Duration;
 
 use volley_jobspecs::failure::FailureClass;
 use volley_jobspecs::ids::JobId;
@@ -40,6 +49,9 @@ use volley_worker::Config;
 use volley_worker::vmm::spawner::MachineSpawner;
 
 use support::World;
+
+/// For what must not hang.
+pub const SOON: Duration = Duration::from_secs(60);
 
 /// A worker with machines; or none, and what is missing is printed.
 async fn world(change: impl FnOnce(&mut Config)) -> Option<(World, String)> {

@@ -232,6 +232,14 @@ static void hash(const u8 *bytes, u32 len, u8 *out) {
 static u8 in[IN_MAX], out[OUT_MAX];
 static u32 in_len, out_len;
 static int live, reseed_due;
+/* For tests of what must be noticed: half of the machines lie, those whose seed begins with a high bit. */
+static int lies;
+#ifdef PROOF_REPEATS
+static const u8 same[64];
+#define PROVES(seed) (lies ? same : (seed))
+#else
+#define PROVES(seed) (seed)
+#endif
 static u32 count;
 /* Calls that go on: a command, and files that come. */
 static u32 running, taking;
@@ -452,6 +460,12 @@ static int request(u32 call, struct text body) {
         give_files(call);
         break;
     case 6:
+#ifdef CLOCK_REFUSED
+        if (lies) {
+            refuse(call, 7, "the clock can't be set");
+            break;
+        }
+#endif
         at = begin_answer(call, 6, 1);
         put_head(0, 0);
         end_frame(at);
@@ -462,9 +476,10 @@ static int request(u32 call, struct text body) {
             break;
         }
         reseed_due = 0;
+        lies = body.bytes[0] >> 7;
         at = begin_answer(call, 7, 1);
         put_head(2, sizeof proof);
-        hash(body.bytes, 64, proof);
+        hash(PROVES(body.bytes), 64, proof);
         put_bytes(proof, 32);
         end_frame(at);
         break;

@@ -46,9 +46,16 @@ pub fn binary() -> Result<PathBuf, String> {
 
 /// The guest, an uncompressed kernel as far as a VMM can tell.
 pub fn built(dir: &Path) -> Result<PathBuf, String> {
+    built_with(dir, &[])
+}
+
+/// The same with names defined: what it lies about is said in its source.
+pub fn built_with(dir: &Path, names: &[&str]) -> Result<PathBuf, String> {
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/vmm/tiny_guest");
     let to = dir.join("tiny");
-    let ran = Command::new("gcc").args(FLAGS).args([source.join("start.S"), source.join("guest.c")]).arg("-o").arg(&to).status();
+    let names = names.iter().map(|name| format!("-D{name}"));
+    let ran =
+        Command::new("gcc").args(FLAGS).args(names).args([source.join("start.S"), source.join("guest.c")]).arg("-o").arg(&to).status();
     match ran {
         Ok(status) if status.success() => Ok(to),
         other => Err(format!("the tiny guest can't be built: gcc: {other:?}")),

@@ -67,10 +67,10 @@ fn alike(all: &[Who]) -> BTreeMap<&str, usize> {
 /// The stock image with Python, as `deploy/stock_image` makes it from Debian's packages; or why there is none.
 async fn stock_python(images: &Path) -> Result<String, String> {
     let dir = tempfile::tempdir().unwrap();
-    let root = dir.path().join("root");
-    // It hands its directory over to `volley image import`; this takes it as it is.
+    let root = dir.path().join("root.tar");
+    // It hands its archive over to `volley image import`; this takes it as it is.
     let volley = dir.path().join("volley");
-    std::fs::write(&volley, format!("#!/bin/sh\nfor last; do :; done\nexec mv \"${{last#dir:}}\" {}\n", root.display())).unwrap();
+    std::fs::write(&volley, format!("#!/bin/sh\nfor last; do :; done\nexec mv \"${{last#tar:}}\" {}\n", root.display())).unwrap();
     std::fs::set_permissions(&volley, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../deploy/stock_image");
     let made = Command::new("timeout").arg("240").arg(script).arg("python").env("VOLLEY", &volley).output();
@@ -79,7 +79,7 @@ async fn stock_python(images: &Path) -> Result<String, String> {
         return Err(format!("deploy/stock_image python: {}: {}", made.status, String::from_utf8_lossy(&made.stderr).trim()));
     }
     let store = Store::open(images).unwrap();
-    let note = image::import(&store, Source::Directory(root), None, Limits::default()).await.map_err(|e| e.to_string())?;
+    let note = image::import(&store, Source::Tarball(root), None, Limits::default()).await.map_err(|e| e.to_string())?;
     Ok(format!("sha256:{}", note.digest.hex()))
 }
 

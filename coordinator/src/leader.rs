@@ -609,7 +609,7 @@ mod tests {
         assert_eq!(recorded(&state, 7), [], "an older level says nothing more of a life that it knows");
         assert_eq!(recorded(&state, 8), [WorkerInfo { images: None, ..info.clone() }], "and of another one as much as it knows");
         state.head.level = LEVEL_OFFERS;
-        assert_eq!(recorded(&state, 7), [info.clone()]);
+        assert_eq!(recorded(&state, 7), std::slice::from_ref(&info));
         if let Some(worker) = state.workers.get_mut(&name) {
             worker.info = info.clone();
         }

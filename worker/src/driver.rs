@@ -363,7 +363,7 @@ impl<B: Bus, O: Objects> Driver<B, O> {
             let process = spawner.clone().filter(|_| *processes).map(|spawner| ProcessMachine::new(slot, spawner, cgroups.clone()));
             let container = containers.clone().zip(spawner.clone());
             let container = container.map(|(containers, spawner)| ContainerMachine::new(slot, containers, spawner, cgroups.clone()));
-            let tiers = Tiers::new(process, container, machines.clone().map(|machines| MicrovmMachine::new(machines)));
+            let tiers = Tiers::new(process, container, machines.clone().map(MicrovmMachine::new));
             tokio::spawn(Executor::new(slot, shared.clone(), tiers, signal).serve(receiver));
             Slot { orders, stopper }
         });

@@ -28,7 +28,7 @@ fn a_stock_image_is_the_same_each_time_and_its_template_is_a_step_of_the_job() {
     assert_eq!(first[0]["digest"], stock_image(&cluster, "busybox")[0]["digest"], "{first}");
     let task = json!({
         "isolation": "microvm", "image": "busybox", "command": "cat /warm; ls / | head -n 1", "resources": { "memory": "64MiB" },
-        "timeouts": { "start": "2m" }, "warmUp": [{ "command": "sleep 1; echo warm > /warm" }],
+        "timeouts": { "start": "2m" }, "warmUp": [{ "command": ["sh", "-c", "sleep 1; echo warm > /warm"] }],
     });
     let job = cluster.submit(&cluster.spec(json!({ "count": 3 }), task, json!({})));
     let begin = Instant::now();

@@ -32,11 +32,12 @@ fn a_stock_image_is_the_same_each_time_and_its_template_is_a_step_of_the_job() {
     });
     let job = cluster.submit(&cluster.spec(json!({ "count": 3 }), task, json!({})));
     let begin = Instant::now();
-    // Each line that `volley job` has of machines, as it changes.
+    // What `volley job` has of machines, as it changes; for how long is left out.
     let mut told = Vec::new();
     loop {
         let shown = cluster.volley(&["job", &job]).exits(0).stdout;
-        let line = shown.lines().find(|line| line.starts_with("machines ")).unwrap_or_default().to_owned();
+        let line = shown.lines().find(|line| line.starts_with("machines ")).and_then(|line| line.split(" for ").next());
+        let line = line.unwrap_or_default().to_owned();
         if told.last() != Some(&line) {
             told.push(line);
         }

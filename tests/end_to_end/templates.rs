@@ -36,8 +36,8 @@ fn a_stock_image_is_the_same_each_time_and_its_template_is_a_step_of_the_job() {
     let mut told = Vec::new();
     loop {
         let shown = cluster.volley(&["job", &job]).exits(0).stdout;
-        let line = shown.lines().find(|line| line.starts_with("machines ")).and_then(|line| line.split(" for ").next());
-        let line = line.unwrap_or_default().to_owned();
+        let line = shown.lines().find_map(|line| line.strip_prefix("machines ")).and_then(|line| line.split(" for ").next());
+        let line = line.unwrap_or_default().trim().to_owned();
         if told.last() != Some(&line) {
             told.push(line);
         }

@@ -170,6 +170,8 @@ impl Mover<'_> {
                         Some(mux) => mux.feed(&left).err().map(|why| (why, mux.unread())),
                         None => None,
                     };
+                    // Its last answer has gone, or is about to: a snapshot may be taken, and nothing more is said.
+                    let quiet = state.quiet;
                     drop(state);
                     match broken {
                         None => {
@@ -179,7 +181,7 @@ impl Mover<'_> {
                         Some((why, rest)) => {
                             left = rest;
                             // Usually the host begins a new session, and this side did not hear the old one end.
-                            if matches!(why, Broken::Kind { kind } if resync::begins_with(kind)) {
+                            if quiet || matches!(why, Broken::Kind { kind } if resync::begins_with(kind)) {
                                 self.hang_up();
                             } else {
                                 eprintln!("volley-guest: session over: {why}");

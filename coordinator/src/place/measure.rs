@@ -135,7 +135,12 @@ mod tests {
         assert_eq!(storage().judge(own), None, "storage that is away for the only worker");
         assert_eq!(storage().judge((own.0 + 100, own.1 + 90)), None, "or for all");
         assert_eq!(storage().judge((own.0 + 100, own.1)), Some(QUARANTINE_MS), "a disk that is full");
+        // Tasks that end their own machines, wherever they are: whoever writes them must not keep workers from everybody else.
+        let mut attacked = Conduct::default();
+        (0..WINDOW).for_each(|_| attacked.add(Some(FailureClass::GuestLost)));
+        assert_eq!(attacked.judge((own.0 + 100, own.1 + 90)), None);
     }
+
     #[test]
     fn a_host_that_was_lost_is_not_judged_for_it() {
         for class in [FailureClass::HostLost, FailureClass::Cancelled] {

@@ -125,7 +125,7 @@ async fn what_has_no_machine_is_refused_before_anything_is_opened() {
     assert!(code == 503 && message.contains("worker w1"), "{code} {message}");
     let (_client, mut opens) = serve(&cluster, Opened::No { kind: Refused::NotHere, text: "none".into() }).await;
     let (code, message) = status(path(&job, "")).await;
-    assert!(code == 409 && message.contains("--keep-failed"), "{code} {message}");
+    assert!(code == 409 && message.contains("none; `volley explain "), "{code} {message}");
     assert_eq!(opens.recv().await.map(|open| open.name), Some(name));
     // One that succeeded left none.
     cluster.report(success(name)).await;

@@ -68,7 +68,7 @@ pub async fn exec(
     let number = query.parse::<u32>("attempt", "a number from 1")?;
     let (id, index) = (job_id(&job)?, task_index(&index)?);
     let wish = Wish::read(&query)?;
-    let (name, worker) = machine(&app, &caller, id, index, number).await?;
+    let Meant { name, worker, runs } = machine(&app, &caller, id, index, number).await?;
     let upgrade = upgrade.map_err(|_| {
         let hint = "this path is a WebSocket (RFC 6455): `volley exec` and the SDK speak it";
         ApiError::new(StatusCode::UPGRADE_REQUIRED, "upgrade_required", hint)
@@ -78,7 +78,7 @@ pub async fn exec(
     let frames = app.handle.client().subscribe(subjects::shell_from_worker(&worker, &session)).await;
     let frames = frames.map_err(|error| ApiError::unavailable(format!("NATS refused a subscription for a shell: {error}")))?;
     let open = Open { name, session, argv: wish.argv, tty: wish.tty, term: wish.term, end: false };
-    ask(&app, &worker, &open).await?;
+    ask(&app, &worker, &open, runs).await?;
     tracing::info!(job = %id, task = index, attempt = name.number, principal = caller.principal, "a shell was opened");
     let relay = Relay { revoked: caller.revoked(&app), app, to: subjects::shell_to_worker(&worker, &session), places };
     let upgrade = upgrade.max_message_size(FRAME_BYTES_MAX).max_frame_size(FRAME_BYTES_MAX);
@@ -100,10 +100,10 @@ pub async fn end(
     let query = query.only(&["attempt"])?;
     let number = query.parse::<u32>("attempt", "a number from 1")?;
     let (id, index) = (job_id(&job)?, task_index(&index)?);
-    let (name, worker) = machine(&app, &caller, id, index, number).await?;
+    let Meant { name, worker, runs } = machine(&app, &caller, id, index, number).await?;
     // What an older worker runs instead does nothing.
     let open = Open { name, session: new_session()?, argv: vec!["true".to_owned()], tty: None, term: None, end: true };
-    ask(&app, &worker, &open).await?;
+    ask(&app, &worker, &open, runs).await?;
     tracing::info!(job = %id, task = index, attempt = name.number, principal = caller.principal, "a machine that was kept was ended");
     Ok(StatusCode::NO_CONTENT)
 }
@@ -149,8 +149,17 @@ fn size(text: &str) -> Option<Tty> {
     Some(Tty { rows: rows.parse().ok()?, cols: cols.parse().ok()? })
 }
 
+/// An attempt and its worker.
+#[derive(Debug)]
+struct Meant {
+    name: AttemptName,
+    worker: WorkerId,
+    /// It has not ended.
+    runs: bool,
+}
+
 /// The attempt whose machine is meant, and its worker.
-async fn machine(app: &App, caller: &Caller, id: JobId, index: u32, number: Option<u32>) -> Result<(AttemptName, WorkerId), ApiError> {
+async fn machine(app: &App, caller: &Caller, id: JobId, index: u32, number: Option<u32>) -> Result<Meant, ApiError> {
     let conflict = |message: String| ApiError::new(StatusCode::CONFLICT, "conflict", message);
     let (facts, _) = app.job(caller, id)?;
     stored(app, id, &facts, index)?;
@@ -163,7 +172,7 @@ async fn machine(app: &App, caller: &Caller, id: JobId, index: u32, number: Opti
     if let Some((name, worker, _)) = holders(app, id, vec![index]).await?.remove(&index)
         && number.is_none_or(|number| number == name.number)
     {
-        return Ok((name, worker));
+        return Ok(Meant { name, worker, runs: true });
     }
     let mut ended = rows::attempts(app.handle.rows(), id, index)?.into_iter().map(|(_, row)| row);
     let row = match number {
@@ -183,11 +192,11 @@ async fn machine(app: &App, caller: &Caller, id: JobId, index: u32, number: Opti
         );
         return Err(conflict(message));
     }
-    Ok((row.end.name, row.worker))
+    Ok(Meant { name: row.end.name, worker: row.worker, runs: false })
 }
 
 /// Asks the worker for the session.
-async fn ask(app: &App, worker: &WorkerId, open: &Open) -> Result<(), ApiError> {
+async fn ask(app: &App, worker: &WorkerId, open: &Open, runs: bool) -> Result<(), ApiError> {
     let client = app.handle.client();
     let away = |why: String| ApiError::unavailable(format!("worker {worker} can't be asked for a shell: {why}"));
     let reply = subjects::shell_answer(&open.session);
@@ -212,8 +221,11 @@ async fn ask(app: &App, worker: &WorkerId, open: &Open) -> Result<(), ApiError> 
             StatusCode::CONFLICT,
             "conflict",
             format!(
-                "attempt {number} of task {index} of job {job} has no machine now: {text}; to keep those of failed attempts, submit with \
-                 --keep-failed or task.keepFailed"
+                "attempt {number} of task {index} of job {job} has no machine now: {text}; {}",
+                match runs {
+                    true => format!("`volley explain {job} {index}` says how far it is"),
+                    false => "to keep those of failed attempts, submit with --keep-failed or task.keepFailed".to_owned(),
+                }
             ),
         )),
         Opened::No { kind: Refused::TooMany, text } => Err(ApiError::new(StatusCode::TOO_MANY_REQUESTS, "too_many_streams", text)),

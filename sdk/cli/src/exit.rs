@@ -129,6 +129,7 @@ impl Exit {
             Error::BadSpec(_) => Self::BadSpec,
             Error::Unreachable { .. } | Error::Broken { .. } | Error::Silent { .. } => Self::Unavailable,
             Error::File { .. } | Error::Checksum { .. } | Error::Path { .. } => Self::LocalFile,
+            Error::Ended { .. } => Self::Conflict,
             Error::Unexpected { .. } | Error::Random(_) => Self::Internal,
             Error::Refused { status, body, .. } => match status {
                 401 | 403 => Self::Denied,

@@ -52,6 +52,14 @@ pub enum Error {
         /// How it broke.
         why: String,
     },
+    /// The cluster ended what it had begun, and said why.
+    #[error("the cluster stopped before it was done to {doing}: {why}")]
+    Ended {
+        /// What the request was for.
+        doing: String,
+        /// What it said.
+        why: String,
+    },
     /// No answer in time.
     #[error("no answer from {endpoint} within {seconds} s to {doing}; the request may have been carried out")]
     Silent {
@@ -123,6 +131,7 @@ impl Error {
             Self::NoCluster { .. }
             | Self::Setting { .. }
             | Self::BadSpec(_)
+            | Self::Ended { .. }
             | Self::Unexpected { .. }
             | Self::File { .. }
             | Self::Path { .. }
@@ -134,7 +143,7 @@ impl Error {
     #[must_use]
     pub fn is_undone(&self) -> bool {
         match self {
-            Self::Broken { .. } | Self::Silent { .. } | Self::Checksum { .. } | Self::Unexpected { .. } => false,
+            Self::Broken { .. } | Self::Ended { .. } | Self::Silent { .. } | Self::Checksum { .. } | Self::Unexpected { .. } => false,
             Self::Unreachable { source, .. } => source.is_connect(),
             Self::NoCluster { .. }
             | Self::Setting { .. }
@@ -155,6 +164,7 @@ impl Error {
             Self::BadSpec(_) => "bad_spec",
             Self::Unreachable { .. } => "unreachable",
             Self::Broken { .. } => "connection_broken",
+            Self::Ended { .. } => "ended",
             Self::Silent { .. } => "no_answer",
             Self::Refused { body, .. } => &body.code,
             Self::Unexpected { .. } => "unexpected_answer",

@@ -98,7 +98,7 @@ impl ExecSession {
     /// What comes next. `None` behind the end. Output that is not taken holds the command up, as a pipe does.
     ///
     /// # Errors
-    /// [`Error::Broken`] when the session broke off; the command was ended then.
+    /// [`Error::Ended`] when the cluster ended the session, [`Error::Broken`] when it broke off; the command was ended then.
     pub async fn next(&mut self) -> Option<Result<ExecEvent, Error>> {
         self.events.recv().await
     }
@@ -185,13 +185,14 @@ impl Client {
         tokio::spawn(async move {
             let (to, from) = socket.split();
             let begin = Instant::now();
-            let mut talk = Talk { link: Link::new(End::Client, 0), begin, to, waiting: VecDeque::new() };
+            let mut talk = Talk { link: Link::new(End::Client, 0), begin, to, waiting: VecDeque::new(), told: false };
             if let Err(why) = talk.converse(from, input, said, &tell).await {
                 // What came before that is told first.
                 for event in std::mem::take(&mut talk.waiting) {
                     let _ = tell.send(Ok(event)).await;
                 }
-                let _ = tell.send(Err(Error::Broken { endpoint, doing, why })).await;
+                let last = if talk.told { Error::Ended { doing, why } } else { Error::Broken { endpoint, doing, why } };
+                let _ = tell.send(Err(last)).await;
             }
         });
         Ok(ExecSession { events, input: ExecInput { pieces, words } })
@@ -205,6 +206,8 @@ struct Talk {
     to: SplitSink<Socket, Message>,
     /// What came and was not taken yet; no more than the window.
     waiting: VecDeque<ExecEvent>,
+    /// The other end has said why the session is over.
+    told: bool,
 }
 
 impl Talk {
@@ -288,7 +291,10 @@ impl Talk {
                 self.waiting.push_back(ExecEvent::Ended(ended));
                 return Ok(true);
             }
-            Some(Body::Failed(why)) => return Err(why),
+            Some(Body::Failed(why)) => {
+                self.told = true;
+                return Err(why);
+            }
             Some(_) | None => {}
         }
         Ok(false)

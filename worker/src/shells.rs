@@ -207,28 +207,33 @@ impl Entered {
 
     /// Ends the shells that are open, and lets none begin.
     pub fn close(&self) {
-        if let Some(entry) = self.shells.lock().machines.get_mut(&self.name).filter(|entry| entry.number == self.number) {
+        self.change(|entry| {
             std::mem::take(&mut entry.over).cancel();
             entry.closed = true;
-        }
+        });
     }
 
     /// Lets none begin for now; those that are open go on.
     pub fn hold(&self) {
-        if let Some(entry) = self.shells.lock().machines.get_mut(&self.name).filter(|entry| entry.number == self.number) {
-            entry.closed = true;
-        }
+        self.change(|entry| entry.closed = true);
     }
 
     /// Lets them begin again: the machine is kept. What is returned is cancelled when somebody wants it to end.
     #[must_use]
     pub fn reopen(&self) -> CancellationToken {
         let end = CancellationToken::new();
-        if let Some(entry) = self.shells.lock().machines.get_mut(&self.name).filter(|entry| entry.number == self.number) {
+        self.change(|entry| {
             entry.closed = false;
             entry.kept = Some(end.clone());
-        }
+        });
         end
+    }
+
+    /// Changes its entry, unless another machine of the attempt has taken its place.
+    fn change(&self, change: impl FnOnce(&mut Entry)) {
+        if let Some(entry) = self.shells.lock().machines.get_mut(&self.name).filter(|entry| entry.number == self.number) {
+            change(entry);
+        }
     }
 
     /// It is about to go, for this reason.

@@ -183,8 +183,7 @@ impl Sharing {
     pub(super) async fn publish(&self, template: &Template, publish: Publish, teller: &Teller) {
         let Publish { lease, over, built } = publish;
         let begun = Instant::now();
-        let of_bytes = [template.memory(), template.state()].into_iter().map(|file| file.allocated_bytes().unwrap_or(0)).sum();
-        let progress = teller.progress(Phase::Uploading, of_bytes);
+        let progress = teller.progress(Phase::Uploading, template.bytes());
         let source = Source {
             recipe: &template.recipe,
             memory: &template.snapshot.memory,

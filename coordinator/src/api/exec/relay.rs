@@ -16,7 +16,7 @@ use futures::stream::{SplitSink, SplitStream};
 use futures::{SinkExt, StreamExt};
 use tokio::sync::OwnedSemaphorePermit;
 use volley_jobspecs::wire;
-use volley_jobspecs::wire::shell::link::{PIECE_COUNTS_MIN, SILENCE_MS, WINDOW_BYTES};
+use volley_jobspecs::wire::shell::link::{SILENCE_MS, WINDOW_BYTES, counted};
 use volley_jobspecs::wire::shell::{FRAME_BYTES_MAX, Frame};
 
 use super::super::App;
@@ -26,7 +26,7 @@ use super::super::streams::Permit;
 const SEND_WAIT: Duration = Duration::from_millis(SILENCE_MS);
 /// How long a client may take to take the reason of the end. It is told for its own good only.
 const LAST_WAIT: Duration = Duration::from_secs(1);
-/// Bytes from the worker that wait for the client, a short frame counted as [`PIECE_COUNTS_MIN`]: a whole window, and as many words beside it.
+/// Bytes from the worker that wait for the client, as they count ([`counted`]): a whole window, and as many words beside it.
 /// A worker sends more only when the client says that it took what it did not take.
 const HELD_BYTES_MAX: u64 = 2 * WINDOW_BYTES;
 
@@ -150,20 +150,16 @@ struct Held {
 }
 
 impl Held {
-    fn counted(frame: &Bytes) -> u64 {
-        (frame.len() as u64).max(PIECE_COUNTS_MIN)
-    }
-
     /// False: it is too much.
     fn push(&mut self, frame: Bytes) -> bool {
-        self.bytes += Self::counted(&frame);
+        self.bytes += counted(frame.len());
         self.frames.push_back(frame);
         self.bytes <= HELD_BYTES_MAX
     }
 
     fn pop(&mut self) -> Option<Bytes> {
         let frame = self.frames.pop_front()?;
-        self.bytes -= Self::counted(&frame);
+        self.bytes -= counted(frame.len());
         Some(frame)
     }
 }
@@ -182,7 +178,7 @@ mod tests {
         };
         // A window of the longest pieces, then one of the shortest: what stands around them has room too.
         for len in [PIECE_BYTES_MAX, 1] {
-            let pieces = WINDOW_BYTES / (len as u64).max(PIECE_COUNTS_MIN);
+            let pieces = WINDOW_BYTES / counted(len);
             assert!((0..pieces).all(|_| held.push(piece(len))), "{len}");
             while held.pop().is_some() {}
         }

@@ -76,8 +76,9 @@ pub enum Due {
     Silent,
 }
 
-/// What a piece of so many bytes counts as.
-fn counted(bytes: usize) -> u64 {
+/// What a piece of so many bytes counts as, for whoever holds it.
+#[must_use]
+pub fn counted(bytes: usize) -> u64 {
     (bytes as u64).max(PIECE_COUNTS_MIN)
 }
 

@@ -53,7 +53,7 @@ impl Cgroups {
     pub fn open() -> io::Result<Self> {
         const CONTROLLERS: &str = "+memory +pids +cpu";
         fs::write(Path::new(TOP).join("cgroup.subtree_control"), CONTROLLERS)?;
-        let commands = Group { dir: Path::new(TOP).join(COMMANDS) };
+        let commands = Group::of_commands();
         fs::create_dir_all(&commands.dir)?;
         fs::write(commands.dir.join("cgroup.subtree_control"), CONTROLLERS)?;
         let memory = super::stats::read().memory_total_bytes;
@@ -109,7 +109,7 @@ impl Cgroups {
     /// # Errors
     /// What the system says, or that some do not stand still: they wait for a disk.
     pub fn hold(&self, hold: bool) -> io::Result<()> {
-        let commands = Group { dir: Path::new(TOP).join(COMMANDS) };
+        let commands = Group::of_commands();
         commands.set("cgroup.freeze", u64::from(hold))?;
         let deadline = Instant::now() + HOLD_WAIT;
         while hold && !commands.says("frozen 1") {
@@ -135,6 +135,11 @@ impl Cgroups {
 }
 
 impl Group {
+    /// That of all commands.
+    fn of_commands() -> Self {
+        Self { dir: Path::new(TOP).join(COMMANDS) }
+    }
+
     fn limit(&self, limits: &Limits) -> io::Result<()> {
         if let Some(bytes) = limits.memory_bytes {
             self.set("memory.max", bytes)?;

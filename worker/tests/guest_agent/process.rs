@@ -127,9 +127,10 @@ async fn a_command_has_a_terminal_of_its_own() {
         command.order(&Order::Resize(Tty { rows: 50, cols })).await.unwrap();
     }
     command.order(&Order::Resize(Tty { rows: 50, cols: 220 })).await.unwrap();
+    // Before anything is typed: input may overtake what waits for room, and a trap waits for whatever runs in front.
+    read("50 220\r\n").await;
     command.write(b"hel\x7fllo\n").await.unwrap();
-    let got = read("got ").await;
-    assert!(got.contains("50 220\r\n") || read("\r\n").await.contains("220"), "{got:?}");
+    read("got ").await;
     command.write(b"to cat\n").await.unwrap();
     read("to cat\r\nto cat\r\n").await;
     command.end_input();

@@ -12,6 +12,7 @@ mod disks;
 mod exec;
 mod identity;
 mod session;
+mod spawn;
 mod stats;
 mod threads;
 mod tty;

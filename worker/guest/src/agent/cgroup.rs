@@ -11,6 +11,8 @@ use std::time::{Duration, Instant};
 
 use volley_jobspecs::wire::guest::Limits;
 
+use super::spawn::Place;
+
 /// Where the machine's cgroups are mounted.
 pub const TOP: &str = "/sys/fs/cgroup";
 /// The group of all commands, below the top.
@@ -160,12 +162,12 @@ impl Group {
         fs::write(self.dir.join(file), value.to_string())
     }
 
-    /// What a process writes `0` to, to be in the group.
+    /// What it takes to begin a process in it.
     ///
     /// # Errors
     /// What the system says.
-    pub fn entrance(&self) -> io::Result<File> {
-        OpenOptions::new().write(true).open(self.dir.join("cgroup.procs"))
+    pub fn place(&self) -> io::Result<Place> {
+        Ok(Place { dir: File::open(&self.dir)?, entrance: OpenOptions::new().write(true).open(self.dir.join("cgroup.procs"))? })
     }
 
     /// Kills all of it and waits. How many are left.

@@ -4,13 +4,13 @@
 
 use std::collections::BTreeMap;
 use std::io;
-use std::process::Command;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::Duration;
 
 use volley_jobspecs::wire::guest::Exit;
 
 use super::session::Session;
+use super::spawn::{Plan, Stack};
 
 /// Wait after an error that should not be: the loop must not spin.
 const ERROR_WAIT: Duration = Duration::from_millis(100);
@@ -29,6 +29,8 @@ pub struct Status {
 pub struct Children {
     /// Started and not yet asked for; with a status once they have ended.
     known: Mutex<BTreeMap<u32, Option<Status>>>,
+    /// What new ones stand on; it is taken after `known`.
+    stack: Mutex<Stack>,
     started: Condvar,
     session: Arc<Session>,
 }
@@ -39,7 +41,7 @@ impl Children {
     /// # Errors
     /// No thread could be started.
     pub fn start(session: Arc<Session>) -> io::Result<Arc<Self>> {
-        let children = Arc::new(Self { known: Mutex::default(), started: Condvar::new(), session });
+        let children = Arc::new(Self { known: Mutex::default(), stack: Mutex::default(), started: Condvar::new(), session });
         let reaper = children.clone();
         super::thread("reaper", move || reaper.reap())?;
         Ok(children)
@@ -49,12 +51,14 @@ impl Children {
     ///
     /// # Errors
     /// What the system says.
-    pub fn spawn(&self, command: &mut Command) -> io::Result<u32> {
-        // Held over the start: the process may end at once, and one that can't be executed is reaped by `spawn` itself.
+    pub fn spawn(&self, plan: &Plan) -> io::Result<u32> {
+        // Held over the start: the process may end at once.
         let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
-        let pid = command.spawn()?.id();
-        known.insert(pid, None);
+        let spawned = plan.spawn(&mut self.stack.lock().unwrap_or_else(PoisonError::into_inner));
+        // Also one that failed has left a process to be reaped.
         self.started.notify_all();
+        let pid = spawned?;
+        known.insert(pid, None);
         Ok(pid)
     }
 

@@ -6,9 +6,7 @@
 use std::ffi::CString;
 use std::fs::File;
 use std::io::{self, Read, Write};
-use std::os::fd::{AsRawFd, OwnedFd};
-use std::os::unix::process::CommandExt;
-use std::process::{Command, Stdio};
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
@@ -20,6 +18,7 @@ use super::Agent;
 use super::cgroup::Group;
 use super::children::Status;
 use super::session::{Call, refused};
+use super::spawn::Plan;
 use super::tty;
 use super::users::{self, Ids};
 use crate::files::below;
@@ -54,21 +53,8 @@ struct Ends {
     tty: Option<OwnedFd>,
 }
 
-/// What is set of a process before it becomes its program.
-struct Setting<'a> {
-    group: Option<&'a Group>,
-    ids: Option<Ids>,
-    cwd: &'a str,
-    open_files: Option<u64>,
-    /// Is its input a terminal that it is to control?
-    tty: bool,
-    expendable: bool,
-}
-
 /// A terminal's end-of-file character, as long as nothing else is set.
 const END_OF_FILE: &[u8] = b"\x04";
-/// Says to the kernel that this process is the first to go when memory is short; the most it takes.
-const EXPENDABLE: &std::ffi::CStr = c"1000";
 
 /// Why it is no longer waited for.
 enum Stop {
@@ -150,16 +136,14 @@ fn start(agent: &Agent, call: &Call, exec: &Exec) -> Result<Running, Answer> {
     let variables = exec.env.iter().map(|(name, value)| text(format!("{name}={value}"))).collect::<Option<Vec<_>>>();
     let found = words.zip(variables).and_then(|(words, variables)| Program::new(words, variables));
     let found = found.ok_or_else(|| bad("a NUL byte in a word or a variable".to_owned()))?;
-    // It never comes to its own exec, which would hand a script without a first line to a shell.
-    let mut command = Command::new(program);
-    let made = streams(&mut command, exec, ids.as_ref()).and_then(|ends| {
+    let cwd = CString::new(cwd).map_err(|_| bad("a NUL byte in the working directory".to_owned()))?;
+    let made = streams(exec, ids.as_ref()).and_then(|(ends, streams)| {
         let (open_files, tty, expendable) = (exec.limits.open_files, exec.tty.is_some(), exec.expendable);
-        prepare(&mut command, Setting { group: group.as_ref(), ids, cwd, open_files, tty, expendable }, found)?;
-        Ok(ends)
+        let group = group.as_ref().map(Group::place).transpose()?;
+        Ok((ends, Plan { program: found, streams, group, ids, cwd, open_files, tty, expendable }))
     });
-    let spawned = made.and_then(|ends| Ok((agent.children.spawn(&mut command)?, ends)));
-    // Holds the child's ends of the pipes: with them its output would never end.
-    drop(command);
+    // The plan goes with its streams: they are the child's ends of pipes, whose output would never end with them.
+    let spawned = made.and_then(|(ends, plan)| Ok((agent.children.spawn(&plan)?, ends)));
     let (pid, Ends { input, output, errors, tty }) = match spawned {
         Ok(spawned) => spawned,
         Err(e) => {
@@ -206,72 +190,27 @@ fn ids(user: Option<&User>) -> Result<Option<Ids>, Answer> {
     }
 }
 
-/// Gives the command its streams, which are its user's, so that it can open them by name (/dev/stdout). Returns the agent's ends.
-fn streams(command: &mut Command, exec: &Exec, ids: Option<&Ids>) -> io::Result<Ends> {
+/// Makes the command's streams, which are its user's, so that it can open them by name (/dev/stdout): the agent's ends, and the command's.
+fn streams(exec: &Exec, ids: Option<&Ids>) -> io::Result<(Ends, [OwnedFd; 3])> {
     let owner = ids.map(|ids| (ids.uid, ids.gid));
     if let Some(size) = exec.tty {
         let (ours, theirs) = tty::open(size, owner)?;
-        command.stdin(theirs.try_clone()?).stdout(theirs.try_clone()?).stderr(theirs);
+        let streams = [theirs.try_clone()?, theirs.try_clone()?, theirs];
         let input = if exec.input { Some(ours.try_clone()?) } else { None };
-        return Ok(Ends { input, output: ours.try_clone()?, errors: None, tty: Some(ours) });
+        return Ok((Ends { input, output: ours.try_clone()?, errors: None, tty: Some(ours) }, streams));
     }
-    let mine_of_input = if exec.input {
+    let (input, their_input) = if exec.input {
         let (theirs, mine) = io::pipe()?;
         below::own(&theirs, owner)?;
-        command.stdin(Stdio::from(theirs));
-        Some(OwnedFd::from(mine))
+        (Some(OwnedFd::from(mine)), theirs.into())
     } else {
-        command.stdin(Stdio::null());
-        None
+        (None, File::open("/dev/null")?.into())
     };
     let ((output, their_output), (errors, their_errors)) = (io::pipe()?, io::pipe()?);
     below::own(&their_output, owner)?;
     below::own(&their_errors, owner)?;
-    command.stdout(Stdio::from(their_output)).stderr(Stdio::from(their_errors));
-    Ok(Ends { input: mine_of_input, output: output.into(), errors: Some(errors.into()), tty: None })
-}
-
-/// Sets what happens in the new process before it becomes the program.
-fn prepare(command: &mut Command, setting: Setting<'_>, program: Program) -> io::Result<()> {
-    let Setting { group, ids, cwd, open_files, tty, expendable } = setting;
-    let entrance: Option<File> = group.map(Group::entrance).transpose()?;
-    let cwd = std::ffi::CString::new(cwd)?;
-    let check = |result: libc::c_int| if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) };
-    // SAFETY: only system calls between fork and exec, on data made before.
-    unsafe {
-        command.pre_exec(move || {
-            if let Some(entrance) = &entrance
-                && libc::write(entrance.as_raw_fd(), c"0".as_ptr().cast(), 1) != 1
-            {
-                return Err(io::Error::last_os_error());
-            }
-            libc::setsid();
-            if tty {
-                check(libc::ioctl(libc::STDIN_FILENO, libc::TIOCSCTTY, 0))?;
-            }
-            if expendable {
-                // Where the kernel does not take it, it is no worse off than others.
-                let file = libc::open(c"/proc/self/oom_score_adj".as_ptr(), libc::O_WRONLY | libc::O_CLOEXEC);
-                if file >= 0 {
-                    libc::write(file, EXPENDABLE.as_ptr().cast(), EXPENDABLE.count_bytes());
-                    libc::close(file);
-                }
-            }
-            if let Some(limit) = open_files {
-                let limit = libc::rlimit { rlim_cur: limit, rlim_max: limit };
-                check(libc::setrlimit(libc::RLIMIT_NOFILE, &raw const limit))?;
-            }
-            if let Some(ids) = &ids {
-                check(libc::setgroups(ids.groups.len(), ids.groups.as_ptr()))?;
-                check(libc::setgid(ids.gid))?;
-                check(libc::setuid(ids.uid))?;
-            }
-            // As the user: it must be able to be there.
-            check(libc::chdir(cwd.as_ptr()))?;
-            Err(io::Error::from_raw_os_error(program.exec()))
-        });
-    }
-    Ok(())
+    let ends = Ends { input, output: output.into(), errors: Some(errors.into()), tty: None };
+    Ok((ends, [their_input, their_output.into(), their_errors.into()]))
 }
 
 /// Moves what a process writes to the host. When nobody takes it any more it is dropped, so that what may live on is not held up.

@@ -8,7 +8,7 @@ pub mod ended;
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
 
-use volley_jobspecs::api::{Explanation, WorkerExplanation};
+use volley_jobspecs::api::{Explanation, TemplateView, WorkerExplanation};
 use volley_jobspecs::ids::{JobId, WorkerId};
 use volley_jobspecs::units;
 use volley_jobspecs::wire::plan::Needs;
@@ -77,6 +77,7 @@ pub fn explain_job(state: &State, id: JobId, heard: &Heard) -> Explanation {
     let total = units::count(u64::from(counts.total), "task");
     let said = |(count, one, more): (u32, &str, &str)| format!("{count} of {total} {}", if count == 1 { one } else { more });
     explanation.details.extend(places.into_iter().filter(|(count, ..)| *count > 0).map(said));
+    explanation.details.extend(heard.workers.iter().flat_map(|(worker, of_worker)| for_templates(id, worker, of_worker)));
     let backing = job.pages.iter().find_map(|(number, page)| Some(number * PAGE_TASKS + u32::from(*page.due.keys().next()?)));
     let more = |index| format!("`volley explain {id} {index}` says why task {index} waits for its next try");
     explanation.next.extend(backing.map(more));
@@ -85,6 +86,15 @@ pub fn explain_job(state: &State, id: JobId, heard: &Heard) -> Explanation {
         explanation.next.push(ended::missing(trouble.cause).to_owned());
     }
     explanation
+}
+
+/// What a worker does for templates of the job's machines, a line for each step.
+fn for_templates(id: JobId, worker: &WorkerId, heard: &HeardOf) -> Vec<String> {
+    let line = |view: TemplateView| {
+        let (tasks, wait) = (units::count(u64::from(view.tasks), "task"), if view.tasks == 1 { "waits" } else { "wait" });
+        format!("worker {worker} is {}, for {} s now; {tasks} there {wait} for it", view.step, view.for_ms / 1_000)
+    };
+    views::templates(id, worker, heard).into_iter().map(line).collect()
 }
 
 fn only(summary: String) -> Explanation {
@@ -462,6 +472,11 @@ mod tests {
             "the task backs off until 1970-01-01T00:02:00Z; it failed 1 time, the last time as exit_code, and try 2 comes then ($.task.retry.backoff)"
         );
         assert!(said(3, &heard).starts_with("the task waits for a worker: "));
+        let building = At { name, stage: AtStage::Preparing, for_ms: 3_000, template: Some(TemplateStage::Building) };
+        let building = HeardOf { silent_ms: 2_000, at: vec![building], ..HeardOf::default() };
+        let workers = s.workers.keys().map(|w| (w.clone(), building.clone())).collect();
+        let line = "worker w is building template, for 5 s now; 1 task there waits for it".to_owned();
+        assert!(explain_job(&s, JobId(1), &Heard { workers, ..Heard::default() }).details.contains(&line));
         assert_eq!(explain_job(&s, JobId(1), &heard).next, ["`volley explain j1 2` says why task 2 waits for its next try"]);
         assert!(explain(&s, JobId(1), 2, &heard).next.is_empty(), "what is wrong with its command is not for us to say");
         let job = s.jobs.get_mut(&JobId(1)).unwrap_or_else(|| panic!("no job"));

@@ -221,6 +221,24 @@ async fn a_restart_keeps_all_that_was_answered_and_nothing_else() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_directory_whose_server_is_going_is_waited_for() {
+    let w = world().await;
+    let next = EmbeddedConfig {
+        root: w.dir.path().into(),
+        bind: "127.0.0.1:0".parse().unwrap(),
+        access_key: ACCESS_KEY.into(),
+        secret_key: SECRET_KEY.into(),
+        reserve_bytes: 0,
+    };
+    let starting = tokio::spawn(EmbeddedServer::start(next));
+    // It has met the lock by then, or meets none: either way it must start.
+    tokio::time::sleep(std::time::Duration::from_millis(200)).await;
+    assert!(!starting.is_finished(), "the lock is held");
+    w.server.shutdown().await;
+    starting.await.unwrap().unwrap().shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn readers_see_whole_objects_while_they_are_replaced() {
     let w = world().await;
     let body = |n: u8| Bytes::from(vec![n; 300_000]);

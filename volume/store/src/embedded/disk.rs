@@ -8,7 +8,7 @@ use std::io::{self, Write};
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError, RwLock};
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use super::StartError;
 use super::layout::{self, SEGMENT_FILE};
@@ -22,6 +22,12 @@ const LOCK_STRIPES: usize = 256;
 const PLACE_TRIES: usize = 16;
 /// Unfinished uploads older than this are removed at start: no client is still sending them.
 const UPLOAD_AGE_MAX: Duration = Duration::from_secs(7 * 24 * 3600);
+
+/// How long a directory may be another's at start: one that was killed a moment ago holds its lock until the kernel has taken it apart,
+/// which takes a large process some hundred milliseconds.
+const GOING_WAIT: Duration = Duration::from_secs(3);
+/// Between looks.
+const GOING_LOOK: Duration = Duration::from_millis(20);
 
 /// Why a disk operation did not do what it was asked.
 #[derive(Debug)]
@@ -79,6 +85,17 @@ pub(super) struct Disk {
     _lock: File,
 }
 
+/// Locks, with a wait for one who is going.
+fn lock_soon(lock: &File) -> Result<(), fs::TryLockError> {
+    let deadline = Instant::now() + GOING_WAIT;
+    loop {
+        match lock.try_lock() {
+            Err(fs::TryLockError::WouldBlock) if Instant::now() < deadline => std::thread::sleep(GOING_LOOK),
+            other => return other,
+        }
+    }
+}
+
 impl Disk {
     /// Makes the directories, takes the lock, removes what an earlier process left half written.
     pub(super) fn open(root: PathBuf, reserve_bytes: u64) -> Result<Self, StartError> {
@@ -88,7 +105,7 @@ impl Disk {
         }
         let path = root.join("lock");
         let lock = File::create(&path).map_err(|error| failed(&path, error))?;
-        match lock.try_lock() {
+        match lock_soon(&lock) {
             Ok(()) => {}
             Err(fs::TryLockError::WouldBlock) => return Err(StartError::InUse { root }),
             Err(fs::TryLockError::Error(error)) => return Err(failed(&path, error)),

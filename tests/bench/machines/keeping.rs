@@ -96,13 +96,30 @@ fn there(spawner: &MachineSpawner, scratch: &Path) -> BTreeMap<String, usize> {
     all.insert("fds of the spawner".to_owned(), count(&proc("fd")));
     all.insert("children of the spawner".to_owned(), children(&proc(&format!("task/{}/children", spawner.pid()))));
     all.insert("mounts".to_owned(), std::fs::read_to_string(proc("mountinfo")).unwrap().lines().count());
-    all.insert("mounts of the host".to_owned(), std::fs::read_to_string("/proc/self/mountinfo").unwrap().lines().count());
+    // Others on the host mount and make cgroups too: what is counted is ours.
+    let ours = scratch.to_string_lossy();
+    let mounts = std::fs::read_to_string("/proc/self/mountinfo").unwrap();
+    all.insert("mounts of the host".to_owned(), mounts.lines().filter(|line| line.contains(&*ours) || line.contains("volley")).count());
     all.insert("directories of machines".to_owned(), count(&proc("root/m")));
     all.insert("files of scratch disks".to_owned(), count(&scratch.to_string_lossy()));
-    let cgroups = std::fs::read_to_string("/proc/cgroups").unwrap();
-    let numbers = cgroups.lines().skip(1).filter_map(|line| line.split_whitespace().nth(2)?.parse::<usize>().ok());
-    all.insert("cgroups".to_owned(), numbers.max().unwrap_or(0));
+    all.insert("cgroups".to_owned(), cgroups_below(Path::new("/sys/fs/cgroup"), &cgroups_name(), false));
     all
+}
+
+/// What the cgroups of this bench are called.
+fn cgroups_name() -> String {
+    format!("volley-bench-{}", std::process::id())
+}
+
+/// Cgroups that lie in one of this name, wherever in the host's tree it is.
+fn cgroups_below(dir: &Path, name: &str, inside: bool) -> usize {
+    let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
+    let dirs = entries.filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir()));
+    dirs.map(|entry| {
+        let inside = inside || entry.file_name().to_string_lossy().contains(name);
+        usize::from(inside) + cgroups_below(&entry.path(), name, inside)
+    })
+    .sum()
 }
 
 fn children(path: &str) -> usize {
@@ -152,7 +169,7 @@ async fn once(vmm: &dyn Vmm, snapshot: &Snapshot, n: usize, groups: &Groups, dis
 
 pub async fn restore_leaks(spawner: &MachineSpawner) {
     for (name, vmm, snapshot, _) in saved(spawner).await {
-        let cgroups = Cgroups::open(&format!("volley-bench-{}", std::process::id()));
+        let cgroups = Cgroups::open(&cgroups_name());
         let cgroups = cgroups.map_err(|why| eprintln!("without cgroups: {why}")).ok().map(Arc::new);
         let groups = Groups::new(cgroups.clone());
         let scratch = tempfile::tempdir().unwrap();

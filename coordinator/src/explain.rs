@@ -170,7 +170,7 @@ fn waiting(state: &State, job: &Job, heard: &Heard) -> Explanation {
     };
     let workers: Vec<_> = state.workers.iter().map(|(name, worker)| explained(name, worker)).collect();
     let summary = of_job(state, job).unwrap_or_else(|| of_workers(job, state, &workers));
-    let next = never(state, job).then(|| could(state, &job.facts.plan.needs));
+    let next = never(state, job).then(|| could(state, &job.facts.plan.needs)).or_else(|| resume(state, job));
     Explanation { summary, workers, next: next.into_iter().collect(), ..only(String::new()) }
 }
 
@@ -178,6 +178,14 @@ fn waiting(state: &State, job: &Job, heard: &Heard) -> Explanation {
 fn never(state: &State, job: &Job) -> bool {
     !state.workers.is_empty()
         && state.workers.values().all(|worker| !worker::obstacles(&state.workers, &worker.info, &job.facts.plan.needs).is_empty())
+}
+
+/// What to do where all that could run the job's tasks take nothing because somebody said so.
+fn resume(state: &State, job: &Job) -> Option<String> {
+    let fit = |worker: &Worker| worker::obstacles(&state.workers, &worker.info, &job.facts.plan.needs).is_empty();
+    let fitting: Vec<_> = state.workers.iter().filter(|(_, worker)| fit(worker)).collect();
+    let (first, _) = fitting.first().filter(|_| fitting.iter().all(|(_, worker)| worker.draining))?;
+    Some(format!("`volley workers resume {first}` has it take tasks again"))
 }
 
 /// What to do about tasks that no worker could ever run: what to ask for otherwise, or what a worker would have to have.
@@ -554,6 +562,7 @@ mod tests {
             worker.draining = true;
         }
         assert_eq!(said(&s, &none).1, ["is draining"]);
+        assert_eq!(explain(&s, JobId(1), 0, &none).next, ["`volley workers resume w` has it take tasks again"]);
         for worker in s.workers.values_mut() {
             worker.draining = false;
         }

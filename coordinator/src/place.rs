@@ -375,10 +375,10 @@ fn says_something(class: FailureClass) -> bool {
 }
 
 /// Classes that speak against the worker rather than the task. Not failures of storage: a bucket that is away, or the server of a spec's
-/// input, is away for all workers. Nor a guest that was lost: whoever is root in one can end it, and would keep workers from everybody else.
-/// One that meets them alone is judged by that.
+/// input, is away for all workers. Nor a guest that was lost: whoever is root in one can end it, and would keep workers from everybody else; nor a
+/// start that took too long: the spec says how long that is, down to a millisecond. One that meets them alone is judged by that.
 fn blames_worker(class: FailureClass) -> bool {
-    matches!(class, FailureClass::RestoreFailed | FailureClass::StartTimeout)
+    matches!(class, FailureClass::RestoreFailed)
 }
 
 #[cfg(test)]

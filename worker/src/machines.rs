@@ -359,16 +359,26 @@ pub fn size(resources: &Resources) -> Size {
     Size { vcpus: machine::vcpus(resources), memory_bytes: machine::memory_bytes(resources) }
 }
 
-/// The kernel in the form that the VMM boots.
+/// The kernel in the form that the VMM boots: a copy, as templates are named by its hash, and another file may take its place while this runs.
 async fn fitting(kernel: Kernel, vmm: Kind, dir: &Path) -> Result<Kernel, KernelError> {
-    let to = dir.join("vmlinux");
-    match vmm {
-        Kind::Qemu => kernel.packed(),
-        // Some fifty megabytes.
-        Kind::Firecracker => match tokio::task::spawn_blocking(move || kernel.unpacked(&to)).await {
-            Ok(unpacked) => unpacked,
-            Err(e) => Err(KernelError::Io { path: dir.to_owned(), source: io::Error::other(e) }),
-        },
+    let to = dir.join(match vmm {
+        Kind::Qemu => "vmlinuz",
+        Kind::Firecracker => "vmlinux",
+    });
+    let copied = move || -> Result<Kernel, KernelError> {
+        let kernel = match vmm {
+            Kind::Qemu => kernel.packed()?,
+            Kind::Firecracker => kernel.unpacked(&to)?,
+        };
+        if kernel.path != to {
+            std::fs::copy(&kernel.path, &to).map_err(|source| KernelError::Io { path: kernel.path.clone(), source })?;
+        }
+        Ok(Kernel { path: to, ..kernel })
+    };
+    // Some fifty megabytes.
+    match tokio::task::spawn_blocking(copied).await {
+        Ok(copied) => copied,
+        Err(e) => Err(KernelError::Io { path: dir.to_owned(), source: io::Error::other(e) }),
     }
 }
 

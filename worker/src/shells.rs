@@ -185,8 +185,8 @@ impl Shells {
                 end.cancel();
                 Ok(())
             }
-            (Some(_), _) => no(Refused::BadRequest, "its task still runs in it; `volley cancel` ends the job with its machines".to_owned()),
-            (None, Some(why)) => no(Refused::NotHere, format!("its machine is gone: {}", why.as_str())),
+            (Some(_), _) => no(Refused::Runs, "its task still runs in it; `volley cancel` ends the job with its machines".to_owned()),
+            (None, Some(why)) => no(Refused::NotHere, format!("{}: {}", shell::GONE, why.as_str())),
             (None, None) => no(Refused::NotHere, "its worker keeps no machine of it".to_owned()),
         }
     }
@@ -345,7 +345,7 @@ mod tests {
         entered.close();
         assert!(first.over.is_cancelled());
         assert_eq!(kind(shells.open(&open(1))), Some(Refused::NotHere));
-        assert!(matches!(shells.end(&name(1)), Err(Opened::No { kind: Refused::BadRequest, .. })), "its task still runs");
+        assert!(matches!(shells.end(&name(1)), Err(Opened::No { kind: Refused::Runs, .. })), "its task still runs");
         let end = entered.reopen();
         assert!(shells.end(&name(1)).is_ok() && end.is_cancelled());
         let tty = Open { tty: Some(Tty { rows: 1, cols: 1 }), argv: vec!["ls".into()], ..open(1) };

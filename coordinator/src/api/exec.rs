@@ -221,15 +221,18 @@ async fn ask(app: &App, worker: &WorkerId, open: &Open, runs: bool) -> Result<()
             StatusCode::CONFLICT,
             "conflict",
             format!(
-                "attempt {number} of task {index} of job {job} has no machine now: {text}; {}",
+                "attempt {number} of task {index} of job {job} has no machine now: {text}{}",
                 match runs {
-                    true => format!("`volley explain {job} {index}` says how far it is"),
-                    false => "to keep those of failed attempts, submit with --keep-failed or task.keepFailed".to_owned(),
+                    true => format!("; `volley explain {job} {index}` says how far it is"),
+                    // It was kept.
+                    false if text.starts_with(shell::GONE) => String::new(),
+                    false => "; to keep those of failed attempts, submit with --keep-failed or task.keepFailed".to_owned(),
                 }
             ),
         )),
         Opened::No { kind: Refused::TooMany, text } => Err(ApiError::new(StatusCode::TOO_MANY_REQUESTS, "too_many_streams", text)),
         Opened::No { kind: Refused::BadRequest, text } => Err(ApiError::bad_request(text)),
+        Opened::No { kind: Refused::Runs, text } => Err(ApiError::new(StatusCode::CONFLICT, "conflict", text)),
     }
 }
 

@@ -203,14 +203,15 @@ impl JsonSchema for Command {
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct Resources {
-    /// CPUs: a number of cores, or thousandths as text ("500m"). Left out: one is set aside, and use isn't limited.
+    /// CPUs: a number of cores, or thousandths as text ("500m"); at least 0.05 for a `microvm`. Left out: one is set aside, and use isn't limited.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cpus: Option<MilliCpus>,
     /// Memory, at least 4MiB. Above it the task is ended as `oom`. Left out: none is set aside, and use isn't limited (a `microvm`
     /// gets 512MiB). Its machine has 96MiB more, in steps of 64MiB, and 40MiB beside it are set aside for what runs it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub memory: Option<ByteSize>,
-    /// Disk space for the task's own directory. Left out: none is set aside (a `microvm` has 2GiB).
+    /// Disk space for the task's own directory. A `microvm` has no more; for `process` and `container` it is set aside, and use isn't limited. Left
+    /// out: none is set aside (a `microvm` has 2GiB).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub disk: Option<ByteSize>,
     /// Most processes and threads at once, 1 to 4194304. Left out: not limited.

@@ -12,6 +12,9 @@ use crate::template::{Segment, Template, TemplateError};
 
 /// Least memory of a task, in bytes: below it no program starts.
 const MEMORY_BYTES_MIN: u64 = 4 << 20;
+/// Least CPU of a machine, in thousandths of a core: with less, the agent in one that is emulated does not answer in time (measured: with 10 it
+/// takes more than 30 s to begin a command, with 50 some seconds).
+const MACHINE_CPU_MILLI_MIN: u32 = 50;
 /// Longest time between SIGTERM and SIGKILL, in milliseconds: a worker that drains waits for it.
 const GRACE_MS_MAX: u64 = 10 * 60_000;
 
@@ -34,6 +37,10 @@ pub(super) fn judge(path: &str, task: &TaskSpec, features: &Features, out: &mut 
     judge_volumes(path, task, out);
     if let Some(memory) = task.resources.memory.filter(|memory| memory.0 < MEMORY_BYTES_MIN) {
         out.push(Problem::new(format!("{path}.resources.memory"), "too small").found(memory).allowed("at least 4MiB"));
+    }
+    if let Some(cpus) = task.resources.cpus.filter(|cpus| task.isolation == Isolation::Microvm && cpus.0 < MACHINE_CPU_MILLI_MIN) {
+        let problem = Problem::new(format!("{path}.resources.cpus"), "too few for a machine").found(cpus).allowed("at least 0.05");
+        out.push(problem.depends(format!("{path}.isolation")));
     }
     let timeouts = &task.timeouts;
     for (name, duration) in [("queue", timeouts.queue), ("start", Some(timeouts.start)), ("run", Some(timeouts.run))] {

@@ -143,7 +143,13 @@ pub enum Refused {
     /// The wish makes no sense.
     #[n(2)]
     BadRequest,
+    /// The attempt still runs.
+    #[n(3)]
+    Runs,
 }
+
+/// What the reason begins with where there was a machine.
+pub const GONE: &str = "its machine is gone";
 
 /// What is said in a session.
 #[derive(Debug, Clone, PartialEq, Eq, Encode, Decode)]

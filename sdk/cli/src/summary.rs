@@ -71,8 +71,16 @@ impl Summary {
             };
             let rows = self.failures.iter().map(row).collect();
             text.push_str(&format!("\n{}", table(&["  TASKS", "CLASS", "FIRST", "MESSAGE"], rows)));
+            let shown: u32 = self.failures.iter().map(|group| group.tasks).sum();
+            let more = (counts.failed + counts.infra_failed + counts.cancelled).saturating_sub(shown);
             if self.rows_read < u64::from(counts.total) {
                 text.push_str(&format!("  (of the first {})\n", count(self.rows_read, "result")));
+            } else if more > 0 {
+                text.push_str(&format!(
+                    "  and {} in smaller groups: `volley results {} --failed`\n",
+                    count(u64::from(more), "task"),
+                    job.job
+                ));
             }
         }
         text.push_str(&format!("\noutputs and logs: {}\n", job.objects));
@@ -144,6 +152,10 @@ next: `volley results j7 --failed`, `volley logs j7 3`, `volley outputs get j7`,
 "
         );
         assert_eq!(summary.exit_code, 1);
+        let counts = TaskCounts { total: 9, succeeded: 2, failed: 6, cancelled: 1, ..TaskCounts::default() };
+        let group = Group { class: "exit_code".into(), message: "exit code 1".into(), tasks: 2, first: 3 };
+        let text = Summary::new(job(JobState::Failed, counts, Some(1)), vec![group], 9, 0).text();
+        assert!(text.contains("\n  and 5 tasks in smaller groups: `volley results j7 --failed`\n"), "{text}");
     }
 
     #[test]

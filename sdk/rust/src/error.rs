@@ -53,7 +53,7 @@ pub enum Error {
         why: String,
     },
     /// The cluster ended what it had begun, and said why.
-    #[error("the cluster stopped before it was done to {doing}: {why}")]
+    #[error("the cluster ended what was to {doing}: {why}")]
     Ended {
         /// What the request was for.
         doing: String,

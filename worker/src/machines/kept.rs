@@ -17,6 +17,7 @@ use volley_jobspecs::wire::work::{KEPT_TOLD_MAX, KeptMachine};
 use crate::guest::Guest;
 use crate::shells::{Entered, Gone};
 use crate::standby::{Standby, Standing};
+use crate::template::Template;
 
 /// A machine that is to be kept.
 #[derive(Debug)]
@@ -33,6 +34,8 @@ pub struct Machine {
     pub asked: CancellationToken,
     /// All the memory it can take of its host, in bytes.
     pub bytes: u64,
+    /// What it was restored from: that does not go before the machine.
+    pub template: Arc<Template>,
 }
 
 /// Why a machine is not kept.
@@ -228,7 +231,7 @@ impl Drop for Kept {
 
 /// Holds a machine until its time is over, or nobody wants it, or it ended.
 async fn hold(machine: Machine, time: Duration, over: oneshot::Receiver<Gone>) {
-    let Machine { name, guest, machine, mut entered, asked, .. } = machine;
+    let Machine { name, guest, machine, mut entered, asked, template: _template, .. } = machine;
     let why = tokio::select! {
         why = over => why.unwrap_or(Gone::Leaves),
         () = asked.cancelled() => Gone::Asked,

@@ -133,13 +133,13 @@ impl MicrovmMachine {
         let bytes = groups::memory_bytes(resources, self.machines.vmm.capabilities());
         let room = self.machines.kept.room(bytes).await?;
         self.running = None;
-        let (Some(Ready { guest, vm, group, .. }), Some(entered)) = (self.ready.take(), self.entered.take()) else {
+        let (Some(Ready { guest, vm, group, template, .. }), Some(entered)) = (self.ready.take(), self.entered.take()) else {
             return Err(KeepError::Gone);
         };
         // One that does not answer has ended, or is of no use to anybody; dropped, it goes.
         guest.hold(false).await.map_err(|_| KeepError::Gone)?;
         let asked = entered.reopen();
-        room.keep(kept::Machine { name: entered.name(), guest, machine: Standing { vm, group }, entered, asked, bytes }, time)
+        room.keep(kept::Machine { name: entered.name(), guest, machine: Standing { vm, group }, entered, asked, bytes, template }, time)
     }
 
     /// Kills the machine and waits until nothing is left of it.

@@ -1,6 +1,7 @@
 //! Machines that stand still, and machines that only have much to do.
 
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use volley_jobspecs::failure::FailureClass;
@@ -156,5 +157,30 @@ async fn an_agent_answers_where_all_else_waits() {
     let processes = guest.stats().await.map(|stats| stats.processes);
     eprintln!("{count} answers with {processes:?} processes, the longest after {longest:?}");
     assert!(longest < LOOK_EVERY * MISSED_MAX, "{longest:?}");
+    vm.kill().await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_command_that_can_not_begin_is_in_nobodys_way() {
+    let (Some(spawner), Some(linux)) = (spawner(), Linux::find().await) else { return };
+    let Some(qemu) = linux::qemu(&spawner).await else { return };
+    let vm = qemu.boot(linux.boot("")).await.unwrap();
+    let guest = Arc::new(linux::session(vm.connect().await.unwrap(), 1, false).await);
+    // One whose end is awaited, as a task's or a shell's is.
+    let _sits = guest.exec(&linux::shell("sleep 1000")).await.unwrap();
+    for round in 0..3 {
+        guest.hold(true).await.unwrap();
+        // Its process stands still before it is its program.
+        let begins = guest.clone();
+        let begun = tokio::spawn(async move { linux::sh(&begins, "echo begun").await });
+        let asked = Instant::now();
+        while asked.elapsed() < Duration::from_secs(3) {
+            guest.hello().await.unwrap();
+            guest.stats().await.unwrap();
+        }
+        assert!(!begun.is_finished(), "round {round}: nothing runs where all is held");
+        guest.hold(false).await.unwrap();
+        assert_eq!(begun.await.unwrap().trim(), "begun", "round {round}");
+    }
     vm.kill().await.unwrap();
 }

@@ -4,13 +4,13 @@
 
 use std::collections::BTreeMap;
 use std::io;
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use volley_jobspecs::wire::guest::Exit;
 
 use super::session::Session;
-use super::spawn::{Plan, Stack};
+use super::spawn::Plan;
 
 /// Wait after an error that should not be: the loop must not spin.
 const ERROR_WAIT: Duration = Duration::from_millis(100);
@@ -27,12 +27,44 @@ pub struct Status {
 /// All of them.
 #[derive(Debug)]
 pub struct Children {
-    /// Started and not yet asked for; with a status once they have ended.
-    known: Mutex<BTreeMap<u32, Option<Status>>>,
-    /// What new ones stand on; it is taken after `known`.
-    stack: Mutex<Stack>,
+    known: Mutex<Known>,
     started: Condvar,
     session: Arc<Session>,
+}
+
+/// What is known of them. Held for moments only: whoever waits for a command asks here, with the session's lock.
+#[derive(Debug, Default)]
+struct Known {
+    /// Started and not yet asked for; with a status once they have ended.
+    started: BTreeMap<u32, Option<Status>>,
+    /// Starts that are under way.
+    starting: u32,
+    /// What ended meanwhile and is nobody's: it may be one of those.
+    early: BTreeMap<u32, Status>,
+}
+
+impl Known {
+    /// A process has ended and waits to be reaped.
+    fn ended(&mut self, pid: i32) {
+        let (Some(status), pid) = (reap(pid), pid.cast_unsigned()) else { return };
+        if let Some(place) = self.started.get_mut(&pid) {
+            *place = Some(status);
+        } else if self.starting > 0 {
+            self.early.insert(pid, status);
+        }
+    }
+
+    /// A start is over. What it made, and whatever it may have been taken for, is known now.
+    fn over(&mut self, pid: Option<u32>) {
+        self.starting = self.starting.saturating_sub(1);
+        if let Some(pid) = pid {
+            let status = self.early.remove(&pid);
+            self.started.insert(pid, status);
+        }
+        if self.starting == 0 {
+            self.early.clear();
+        }
+    }
 }
 
 impl Children {
@@ -41,7 +73,7 @@ impl Children {
     /// # Errors
     /// No thread could be started.
     pub fn start(session: Arc<Session>) -> io::Result<Arc<Self>> {
-        let children = Arc::new(Self { known: Mutex::default(), stack: Mutex::default(), started: Condvar::new(), session });
+        let children = Arc::new(Self { known: Mutex::default(), started: Condvar::new(), session });
         let reaper = children.clone();
         super::thread("reaper", move || reaper.reap())?;
         Ok(children)
@@ -52,48 +84,54 @@ impl Children {
     /// # Errors
     /// What the system says.
     pub fn spawn(&self, plan: &Plan) -> io::Result<u32> {
-        // Held over the start: the process may end at once.
-        let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
-        let spawned = plan.spawn(&mut self.stack.lock().unwrap_or_else(PoisonError::into_inner));
-        // Also one that failed has left a process to be reaped.
+        self.known().starting += 1;
+        let spawned = plan.spawn();
+        let mut known = self.known();
+        known.over(spawned.as_ref().ok().copied());
+        let ended = spawned.as_ref().is_ok_and(|pid| known.started.get(pid).is_some_and(Option::is_some));
+        drop(known);
+        // Also one that failed leaves a process to be reaped.
         self.started.notify_all();
-        let pid = spawned?;
-        known.insert(pid, None);
-        Ok(pid)
+        if ended {
+            self.tell();
+        }
+        spawned
+    }
+
+    fn known(&self) -> MutexGuard<'_, Known> {
+        self.known.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn tell(&self) {
+        // With the lock of those who wait, so that none misses it between its look and its wait.
+        drop(self.session.lock());
+        self.session.notify();
     }
 
     /// The status of a process that has ended; it is given once.
     pub fn status(&self, pid: u32) -> Option<Status> {
-        let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
-        let status = known.get(&pid).copied().flatten()?;
-        known.remove(&pid);
+        let mut known = self.known();
+        let status = known.started.get(&pid).copied().flatten()?;
+        known.started.remove(&pid);
         Some(status)
     }
 
     /// Whoever started it wants to know nothing more.
     pub fn forget(&self, pid: u32) {
-        self.known.lock().unwrap_or_else(PoisonError::into_inner).remove(&pid);
+        self.known().started.remove(&pid);
     }
 
     fn reap(&self) {
         loop {
             match wait_for_any() {
                 Ok(pid) => {
-                    let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
-                    if let Some(status) = reap(pid)
-                        && let Some(place) = known.get_mut(&pid.cast_unsigned())
-                    {
-                        *place = Some(status);
-                    }
-                    drop(known);
-                    // With the lock of those who wait, so that none misses it between its look and its wait.
-                    drop(self.session.lock());
-                    self.session.notify();
+                    self.known().ended(pid);
+                    self.tell();
                 }
                 Err(e) if e.raw_os_error() == Some(libc::ECHILD) => {
-                    let known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
-                    if known.values().all(Option::is_some) {
-                        // Nothing runs: the next child comes from `spawn`.
+                    let known = self.known();
+                    if known.started.values().all(Option::is_some) {
+                        // Nothing runs: the next child comes from `spawn`, which tells when it has begun.
                         drop(self.started.wait_timeout(known, ERROR_WAIT * 10));
                     }
                 }

@@ -74,7 +74,8 @@ fn check(result: libc::c_int) -> io::Result<()> {
 pub fn set(identity: &Identity) -> Answer {
     if let Some(name) = &identity.hostname {
         let set = rustix::system::sethostname(name.as_bytes()).map_err(io::Error::from);
-        if let Err(e) = set.and_then(|()| write_in_etc("hostname", &format!("{name}\n"))) {
+        let set = set.and_then(|()| write_in_etc("hostname", &format!("{name}\n"))).and_then(|()| write_hosts(name));
+        if let Err(e) = set {
             return refused("setting the host name", &e);
         }
     }
@@ -94,6 +95,26 @@ pub fn set(identity: &Identity) -> Answer {
 fn write_in_etc(name: &str, text: &str) -> io::Result<()> {
     fs::create_dir_all("/etc")?;
     fs::write(Path::new("/etc").join(name), text)
+}
+
+/// The machine's own names have addresses, as they have everywhere: an image brings no such file, or an empty one. What it brings else stays.
+fn write_hosts(name: &str) -> io::Result<()> {
+    let file = Path::new("/etc/hosts");
+    let there = fs::read_to_string(file).unwrap_or_default();
+    let names = |wanted: &str| {
+        there.lines().any(|line| !line.trim_start().starts_with('#') && line.split_whitespace().skip(1).any(|word| word == wanted))
+    };
+    let mut text = there.clone();
+    if !text.is_empty() && !text.ends_with('\n') {
+        text.push('\n');
+    }
+    if !names("localhost") {
+        text.push_str("127.0.0.1\tlocalhost\n::1\tlocalhost\n");
+    }
+    if !names(name) {
+        text.push_str(&format!("127.0.1.1\t{name}\n"));
+    }
+    if text == there { Ok(()) } else { write_in_etc("hosts", &text) }
 }
 
 /// The kernel draws its boot id once and has no way to change it, so another file is put in its place.

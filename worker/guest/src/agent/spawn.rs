@@ -7,6 +7,7 @@
 use std::ffi::{CStr, CString};
 use std::fs::File;
 use std::io;
+use std::mem::MaybeUninit;
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::sync::atomic::{AtomicI32, Ordering};
 
@@ -51,16 +52,6 @@ pub struct Place {
     pub entrance: File,
 }
 
-/// The stack of processes that share the agent's memory. One at a time.
-#[derive(Debug)]
-pub struct Stack(Box<[u128]>);
-
-impl Default for Stack {
-    fn default() -> Self {
-        Self(vec![0; STACK_UNITS].into_boxed_slice())
-    }
-}
-
 /// A plan on its way.
 struct Birth<'a> {
     plan: &'a Plan,
@@ -71,43 +62,45 @@ struct Birth<'a> {
 }
 
 impl Plan {
-    /// Starts it, and returns when it is its program: its process id.
+    /// Starts it, and returns when it is its program: its process id. That may take as long as somebody likes: the process can be stopped before, and its
+    /// group can be frozen. Whoever calls holds no lock.
     ///
     /// # Errors
     /// What the system says. There may be a process then that has ended, for whoever reaps.
-    pub fn spawn(&self, stack: &mut Stack) -> io::Result<u32> {
+    pub fn spawn(&self) -> io::Result<u32> {
         if self.streams.iter().any(|stream| stream.as_raw_fd() <= libc::STDERR_FILENO) {
             return Err(io::Error::from_raw_os_error(libc::EBADF));
         }
-        let begun = self.begin(stack, self.group.as_ref().map(|place| place.dir.as_raw_fd()));
+        let begun = self.begin(self.group.as_ref().map(|place| place.dir.as_raw_fd()));
         let (pid, errno) = match begun {
             // The group, or the one of all commands, has no room for another. This is not what the limits are for: a shell in a machine
             // whose task makes more processes than it may is wanted then.
-            Err(e) if self.group.is_some() && e.raw_os_error() == Some(libc::EAGAIN) => self.begin(stack, None)?,
+            Err(e) if self.group.is_some() && e.raw_os_error() == Some(libc::EAGAIN) => self.begin(None)?,
             begun => begun?,
         };
         if errno == 0 { Ok(pid) } else { Err(io::Error::from_raw_os_error(errno)) }
     }
 
     /// The process, and the error number it ended with before it was its program, or 0.
-    fn begin(&self, stack: &mut Stack, group: Option<RawFd>) -> io::Result<(u32, i32)> {
+    fn begin(&self, group: Option<RawFd>) -> io::Result<(u32, i32)> {
         let birth = Birth { plan: self, enter: group.is_none(), failed: AtomicI32::new(0) };
-        let pid = clone(&birth, stack, group)?;
+        let mut stack = Box::new_uninit_slice(STACK_UNITS);
+        let pid = clone(&birth, &mut stack, group)?;
         Ok((pid, birth.failed.load(Ordering::Acquire)))
     }
 }
 
 /// Begins the process and waits until it is its program or has ended.
 #[cfg(target_arch = "x86_64")]
-fn clone(birth: &Birth<'_>, stack: &mut Stack, group: Option<RawFd>) -> io::Result<u32> {
+fn clone(birth: &Birth<'_>, stack: &mut [MaybeUninit<u128>], group: Option<RawFd>) -> io::Result<u32> {
     let kind = libc::CLONE_VM | libc::CLONE_VFORK;
     // SAFETY: plain data, of which zeros mean that nothing is asked for.
     let mut args: libc::clone_args = unsafe { std::mem::zeroed() };
     // No handler may run in the memory it borrows.
     args.flags = u64::from(kind.cast_unsigned()) | CLONE_CLEAR_SIGHAND;
     args.exit_signal = u64::from(libc::SIGCHLD.cast_unsigned());
-    args.stack = stack.0.as_mut_ptr() as u64;
-    args.stack_size = size_of_val(&*stack.0) as u64;
+    args.stack = stack.as_mut_ptr() as u64;
+    args.stack_size = size_of_val(stack) as u64;
     if let Some(group) = group {
         args.flags |= CLONE_INTO_CGROUP;
         args.cgroup = u64::from(group.cast_unsigned());
@@ -224,11 +217,10 @@ mod tests {
 
     #[test]
     fn a_program_is_begun_with_what_it_was_given() {
-        let mut stack = Stack::default();
         let script = "echo $A $(pwd); ulimit -n; trap | wc -l; kill -PIPE $$";
         let (mut plan, mut output) = plan(&["/bin/sh", "-c", script], c"/tmp");
         plan.open_files = Some(77);
-        let pid = plan.spawn(&mut stack).unwrap();
+        let pid = plan.spawn().unwrap();
         drop(plan);
         let mut text = String::new();
         output.read_to_string(&mut text).unwrap();
@@ -239,11 +231,10 @@ mod tests {
 
     #[test]
     fn what_can_not_become_its_program_says_why() {
-        let mut stack = Stack::default();
         let cases =
             [("/no/such/program", c"/", libc::ENOENT), ("/bin/true", c"/no/such/folder", libc::ENOENT), ("/etc", c"/", libc::EACCES)];
         for (program, cwd, errno) in cases {
-            let failed = plan(&[program], cwd).0.spawn(&mut stack).unwrap_err();
+            let failed = plan(&[program], cwd).0.spawn().unwrap_err();
             assert_eq!(failed.raw_os_error(), Some(errno), "{program} in {cwd:?}");
         }
     }
@@ -260,10 +251,9 @@ mod tests {
                     }
                 });
             }
-            let mut stack = Stack::default();
             for round in 0..200 {
                 let (plan, mut output) = plan(&["/bin/echo", &round.to_string()], c"/");
-                let pid = plan.spawn(&mut stack).unwrap();
+                let pid = plan.spawn().unwrap();
                 drop(plan);
                 let mut text = String::new();
                 output.read_to_string(&mut text).unwrap();

@@ -18,6 +18,7 @@ use crate::machines::{Found, Machines, ScratchDisk};
 use crate::prepare::InMachine;
 use crate::restore::RestoreError;
 use crate::standby::Standing;
+use crate::template::Template;
 use crate::vmm::greet::{GreetError, greet};
 use crate::vmm::{Disk, Slot, Source, Vm};
 
@@ -46,6 +47,8 @@ pub struct Ready {
     pub image: ImageConfig,
     /// Size of the scratch disk.
     pub scratch_bytes: u64,
+    /// What it was restored from. It maps that, which counts as long as the machine is there.
+    pub template: Arc<Template>,
 }
 
 /// Where a machine is made ready for its task.
@@ -97,7 +100,8 @@ async fn confirm(
     };
     match confirmed {
         Ok(Confirmed { guest, owner, user, scratch_bytes }) => {
-            Ok(Ready { guest: Arc::new(guest), vm, group, owner, user, image: found.image.clone(), scratch_bytes })
+            let (image, template) = (found.image.clone(), found.template.clone());
+            Ok(Ready { guest: Arc::new(guest), vm, group, owner, user, image, scratch_bytes, template })
         }
         Err(why) => {
             let killed_at = group.killed_at();

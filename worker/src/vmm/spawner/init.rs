@@ -66,7 +66,7 @@ pub fn main(worker: OwnedFd, mut missing: Vec<String>, own_mounts: bool) -> ! {
             match own_directory() {
                 Ok(directory) => directory,
                 Err(e) => {
-                    let _ = say(Reply::Broken(format!("making a directory for machines: {e}")), &[]);
+                    let _ = say(Reply::Broken(format!("{}; nor can it make a directory for machines: {e}", missing.join("; "))), &[]);
                     exit(1)
                 }
             }

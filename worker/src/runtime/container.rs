@@ -84,6 +84,8 @@ impl ContainerMachine {
         };
         bundle.write().map_err(|source| RestoreError::Bundle { dir: self.dir.clone(), source })?;
         let container = Container {
+            // Its own names have addresses, as they have everywhere.
+            hosts: format!("127.0.0.1\tlocalhost\n::1\tlocalhost\n127.0.1.1\t{}\n", inside.hostname),
             dir: path(self.dir.clone()),
             device: Some(found.disk.device.clone()),
             owner: (users[0].1, groups[0].1),
@@ -178,6 +180,7 @@ pub async fn trial(containers: &Containers, spawner: &Spawner, (uid, gid): (u32,
         groups,
         dirs: DIRS.map(str::to_owned).to_vec(),
         binds: Vec::new(),
+        hosts: String::new(),
         join: Vec::new(),
         reports: containers.runtime.hands_over(),
     };

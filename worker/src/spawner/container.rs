@@ -106,6 +106,7 @@ impl Root {
             fs::create_dir_all(dir).map_err(at("making directories"))?;
         }
         self.own(&upper).map_err(at("making directories"))?;
+        self.write_hosts(&lower, &upper).map_err(at("writing /etc/hosts"))?;
         let skeleton = self.skeleton();
         let [skeleton, lower, upper, work] = [&skeleton, &lower, &upper, &work].map(|dir| dir.display());
         let options = format!("lowerdir={skeleton}:{lower},upperdir={upper},workdir={work},volatile");
@@ -118,6 +119,18 @@ impl Root {
             bound.map_err(|e| at(&format!("showing {from}"))(e.into()))?;
         }
         Ok(())
+    }
+
+    /// In the layer that takes what is written. An image in which `/etc` is something else than a directory is left as it is.
+    fn write_hosts(&self, lower: &Path, upper: &Path) -> io::Result<()> {
+        if fs::symlink_metadata(lower.join("etc")).is_ok_and(|there| !there.is_dir()) {
+            return Ok(());
+        }
+        let dir = upper.join("etc");
+        fs::create_dir(&dir)?;
+        fs::write(dir.join("hosts"), &self.container.hosts)?;
+        self.own(&dir)?;
+        self.own(&dir.join("hosts"))
     }
 
     /// Directories over the image: a layer that is the same for each container of a user.

@@ -112,6 +112,9 @@ pub struct Container {
     /// Does the runtime hand descriptors over? Otherwise streams are its own, and its exit code is all there is.
     #[n(8)]
     pub reports: bool,
+    /// What its `/etc/hosts` says.
+    #[n(9)]
+    pub hosts: String,
 }
 
 /// From a shim.

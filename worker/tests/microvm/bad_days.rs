@@ -103,7 +103,8 @@ async fn a_worker_that_is_killed_leaves_nothing_that_the_next_one_does_not_take_
     .await;
     eprintln!("the next one is there after {:?}", begin.elapsed());
     let left: Vec<PathBuf> = files(&dir).into_iter().filter(|path| !path.starts_with(dir.join("images"))).collect();
-    let expected = ["cache", "lock", "machines", "machines/initrd", "machines/scratch", "slots"].map(|name| dir.join(name));
+    let expected =
+        ["cache", "lock", "machines", "machines/initrd", "machines/scratch", "machines/vmlinuz", "slots"].map(|name| dir.join(name));
     assert_eq!(left, expected, "scratch disks and slots of the first are gone");
     let inner = |group: &PathBuf| {
         let all =

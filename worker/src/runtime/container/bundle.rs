@@ -4,7 +4,7 @@
 //! Owns `config.json`. Its root is put together elsewhere (`spawner/container`), so nothing in it names a path of the image's.
 
 use std::io;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use serde_json::{Value, json};
 use volley_guest::container::{PLAIN, REPORT, WORD};
@@ -71,13 +71,7 @@ impl Bundle<'_> {
             // The runtime passes as the container's user.
             std::fs::set_permissions(self.dir, std::os::unix::fs::PermissionsExt::from_mode(0o711))?;
         }
-        // Its own names have addresses, as they have everywhere.
-        std::fs::write(self.hosts(), format!("127.0.0.1\tlocalhost\n::1\tlocalhost\n127.0.1.1\t{}\n", self.hostname))?;
         std::fs::write(self.dir.join("config.json"), self.config().to_string())
-    }
-
-    fn hosts(&self) -> PathBuf {
-        self.dir.join("hosts")
     }
 
     fn config(&self) -> Value {
@@ -102,7 +96,7 @@ impl Bundle<'_> {
                 "noNewPrivileges": true,
                 "capabilities": { "bounding": capabilities, "effective": capabilities, "permitted": capabilities },
             },
-            "mounts": mounts(&self.containers.init, &self.hosts()),
+            "mounts": mounts(&self.containers.init),
             "linux": {
                 "namespaces": namespaces,
                 "uidMappings": mappings(self.users),
@@ -119,7 +113,7 @@ fn mappings(pairs: &[(u32, u32)]) -> Value {
     pairs.iter().map(|(inside, outside)| json!({ "containerID": inside, "hostID": outside, "size": 1 })).collect()
 }
 
-fn mounts(init: &Path, hosts: &Path) -> Value {
+fn mounts(init: &Path) -> Value {
     json!([
         { "destination": "/proc", "type": "proc", "source": "proc", "options": ["nosuid", "noexec", "nodev"] },
         { "destination": "/dev", "type": "tmpfs", "source": "tmpfs", "options": ["nosuid", "strictatime", "mode=755", "size=1m"] },
@@ -132,7 +126,6 @@ fn mounts(init: &Path, hosts: &Path) -> Value {
             "options": ["nosuid", "noexec", "nodev", "mode=1777", "size=64m"],
         },
         { "destination": "/sys", "type": "sysfs", "source": "sysfs", "options": ["nosuid", "noexec", "nodev", "ro"] },
-        { "destination": "/etc/hosts", "type": "bind", "source": hosts, "options": ["bind", "ro", "nosuid", "nodev", "noexec"] },
         { "destination": INIT, "type": "bind", "source": init, "options": ["bind", "ro", "nosuid", "nodev"] },
     ])
 }

@@ -38,6 +38,12 @@ pub enum IdError {
     /// A name has characters or a length that subjects and keys can't carry.
     #[error("{0:?} is no name: use 1 to 64 of a-z A-Z 0-9 _ -, beginning with a letter or digit")]
     Name(String),
+    /// A volume id is `v` and 32 digits in hex.
+    #[error("{0:?} is no volume id: one is v and 32 digits in hex (`volley volume ls` lists them)")]
+    Volume(String),
+    /// A snapshot id is `s` and 32 digits in hex.
+    #[error("{0:?} is no snapshot id: one is s and 32 digits in hex (`volley volume ls` lists them)")]
+    Snapshot(String),
 }
 
 impl FromStr for JobId {
@@ -166,6 +172,52 @@ pub struct BundleId {
     pub place: u32,
 }
 
+macro_rules! random_id {
+    ($(#[$doc:meta])* $name:ident, $letter:literal, $error:ident) => {
+        $(#[$doc])*
+        #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Encode, Decode)]
+        #[cbor(transparent)]
+        pub struct $name(#[cbor(n(0), with = "minicbor::bytes")] pub [u8; 16]);
+
+        impl fmt::Display for $name {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                write!(f, concat!($letter, "{:032x}"), u128::from_be_bytes(self.0))
+            }
+        }
+
+        impl Serialize for $name {
+            fn serialize<S: Serializer>(&self, to: S) -> Result<S::Ok, S::Error> {
+                to.collect_str(self)
+            }
+        }
+
+        impl FromStr for $name {
+            type Err = IdError;
+            fn from_str(text: &str) -> Result<Self, IdError> {
+                // One text for one id: no capital letters, no sign.
+                let plain = |digits: &&str| digits.len() == 32 && digits.bytes().all(|b| b.is_ascii_digit() || matches!(b, b'a'..=b'f'));
+                let digits = text.strip_prefix($letter).filter(plain);
+                let number = digits.and_then(|digits| u128::from_str_radix(digits, 16).ok());
+                number.map(|number| Self(number.to_be_bytes())).ok_or_else(|| IdError::$error(text.to_owned()))
+            }
+        }
+    };
+}
+
+random_id!(
+    /// A volume: 128 bits, drawn at random or, where a task's clone is kept, computed from the attempt and the slot, so that keeping it
+    /// twice is one volume. Written `v` and 32 digits in hex. Never used again.
+    VolumeId,
+    "v",
+    Volume
+);
+random_id!(
+    /// A snapshot of a volume: 128 bits drawn at random. Written `s` and 32 digits in hex. Never used again.
+    SnapshotId,
+    "s",
+    Snapshot
+);
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -184,6 +236,18 @@ mod tests {
         assert!(WorkerId::new("host-1").is_ok());
         for bad in ["", "a.b", "a b", "*", ">", "-x", &"x".repeat(65), "é"] {
             assert!(WorkerId::new(bad).is_err(), "{bad:?}");
+        }
+    }
+
+    #[test]
+    fn volumes_and_snapshots_have_one_text_each() {
+        let id = VolumeId([0xAB; 16]);
+        assert_eq!(id.to_string().parse(), Ok(id));
+        assert_eq!(SnapshotId([0; 16]).to_string(), format!("s{}", "0".repeat(32)));
+        for bad in
+            ["", "v", &"0".repeat(33), &format!("s{}", "0".repeat(32)), &format!("v+{}", "0".repeat(31)), &id.to_string().to_uppercase()]
+        {
+            assert!(bad.parse::<VolumeId>().is_err(), "{bad:?}");
         }
     }
 }

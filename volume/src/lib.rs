@@ -1,1 +1,6 @@
-//! Placeholder while the dependency set is built.
+//! Durable block volumes: a log on the host's disk, packs of extents in S3, and one small head that decides.
+//!
+//! Owns the format of all that is stored (`format`), the pure rules (`state`) and the volume itself. Does not own the protocols it is served with
+//! by more than the seam ([`device`]), nor the S3 client (`volley-store`).
+
+pub mod device;

@@ -4,3 +4,13 @@
 //! by more than the seam ([`device`]), nor the S3 client (`volley-store`).
 
 pub mod device;
+
+pub mod format;
+
+
+/// Does it hold nothing but zeros?
+#[must_use]
+pub(crate) fn is_zero(bytes: &[u8]) -> bool {
+    let (words, rest) = bytes.as_chunks::<8>();
+    words.iter().all(|word| u64::from_ne_bytes(*word) == 0) && rest.iter().all(|byte| *byte == 0)
+}

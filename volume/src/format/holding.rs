@@ -1,0 +1,80 @@
+//! A holding: which volume a directory of the host is of, and by which right this host writes it.
+//!
+//! Owns its fields. A file on the host's disk, replaced as a whole. An envelope (`envelope.rs`), letters `VVHO`, version 1, at most 3 MiB, nothing sealed by itself: the
+//! head in it is.
+//!
+//! It is written **before** the right is asked for. After a crash the head in S3 tells whether it was given: it has the same attach. An ephemeral
+//! clone has its whole head here, and none in S3.
+
+use minicbor::{Decode, Encode};
+use volley_jobspecs::ids::VolumeId;
+
+use super::FormatError;
+use super::envelope::{Form, decode, encode, read, write};
+
+const FORM: Form = Form { what: "a volume's holding", magic: *b"VVHO", version: 1, bytes_max: HOLDING_BYTES_MAX };
+/// Largest holding: a head and some fields.
+pub const HOLDING_BYTES_MAX: usize = 3 << 20;
+
+/// A holding.
+#[derive(Debug, Clone, PartialEq, Eq, Encode, Decode)]
+pub struct Holding {
+    /// The volume.
+    #[n(0)]
+    pub volume: VolumeId,
+    /// Drawn at random by the attach; a restart of the server within the same attach keeps it.
+    #[cbor(n(1), with = "minicbor::bytes")]
+    pub attach: [u8; 16],
+    /// The epoch that is asked for.
+    #[n(2)]
+    pub epoch: u64,
+    /// The epoch whose log is gone on with; the same as `epoch` at a fresh attach, whose log is empty.
+    #[n(3)]
+    pub log_from: u64,
+    /// The head of an ephemeral clone, as it would lie in S3 (`head.rs`).
+    #[cbor(n(4), with = "minicbor::bytes")]
+    pub ephemeral: Option<Vec<u8>>,
+}
+
+impl Holding {
+    /// Its bytes.
+    ///
+    /// # Errors
+    /// [`FormatError::Make`].
+    pub fn write(&self) -> Result<Vec<u8>, FormatError> {
+        write(FORM, &encode(FORM.what, self)?, None)
+    }
+
+    /// Reads one.
+    ///
+    /// # Errors
+    /// [`FormatError`].
+    pub fn read(bytes: &[u8]) -> Result<Self, FormatError> {
+        let envelope = read(FORM, bytes)?;
+        envelope.nothing_sealed()?;
+        decode(FORM.what, envelope.open)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        #[test]
+        fn a_holding_comes_back_and_no_damage_passes(
+            id: [u8; 16], attach: [u8; 16], epoch: u64, log_from: u64, ephemeral in proptest::option::of(proptest::collection::vec(any::<u8>(), 0..99)),
+            at: prop::sample::Index, bit in 0u8..8,
+        ) {
+            let holding = Holding { volume: VolumeId(id), attach, epoch, log_from, ephemeral };
+            let bytes = holding.write().unwrap();
+            prop_assert_eq!(Holding::read(&bytes), Ok(holding));
+            let place = at.index(bytes.len());
+            let mut damaged = bytes.clone();
+            damaged[place] ^= 1 << bit;
+            prop_assert!(Holding::read(&damaged).is_err() && Holding::read(&bytes[..place]).is_err());
+        }
+    }
+}

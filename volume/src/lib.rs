@@ -6,7 +6,7 @@
 pub mod device;
 
 pub mod format;
-
+pub mod state;
 
 /// Does it hold nothing but zeros?
 #[must_use]

@@ -4,8 +4,8 @@
 //! by more than the seam ([`device`]), nor the S3 client (`volley-store`).
 
 pub mod device;
-
 pub mod format;
+pub mod io;
 pub mod state;
 
 /// Does it hold nothing but zeros?

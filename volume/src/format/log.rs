@@ -27,7 +27,7 @@
 //! 16   8   first block of the disk; of a resize the new size in bytes
 //! 24   8   blocks; of a resize and a mark 0
 //! 32   8   durable: all operations up to this one were known to be on the disk
-//! 40   8   oldest: segments before this one are no longer wanted
+//! 40   8   oldest: segments before this one are not needed: what was the last word in them was appended again. 0: nothing ever was
 //! 48   16  tag: AES-256-GCM of nothing; the bytes before it and the tags behind it authenticated
 //! 64   16 n  of a write: the tags of its blocks
 //! …    4096 n  the blocks, each sealed by itself, so that one is read without the others
@@ -180,7 +180,7 @@ pub struct Record {
     pub op: u64,
     /// All operations up to this one were known to be on the disk.
     pub durable: u64,
-    /// Segments before this one are no longer wanted.
+    /// Segments before this one are not needed: what was the last word in them was appended again.
     pub oldest: u64,
 }
 

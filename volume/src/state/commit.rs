@@ -84,13 +84,13 @@ pub struct Packed {
 pub struct Packs<'a> {
     family: &'a FamilyKey,
     next: PackRef,
-    salt: Box<dyn FnMut() -> [u8; 16] + 'a>,
+    salt: Box<dyn FnMut() -> Result<[u8; 16], FormatError> + 'a>,
     writer: Option<PackWriter>,
 }
 
 impl<'a> Packs<'a> {
     /// `first`: the name of the first pack; the others count on. `salt` gives fresh random bytes.
-    pub fn new(family: &'a FamilyKey, first: PackRef, salt: impl FnMut() -> [u8; 16] + 'a) -> Self {
+    pub fn new(family: &'a FamilyKey, first: PackRef, salt: impl FnMut() -> Result<[u8; 16], FormatError> + 'a) -> Self {
         Self { family, next: first, salt: Box::new(salt), writer: None }
     }
 
@@ -100,7 +100,7 @@ impl<'a> Packs<'a> {
             full.extend(self.finish()?);
         }
         if self.writer.is_none() {
-            self.next.salt = (self.salt)();
+            self.next.salt = (self.salt)()?;
             self.writer = Some(PackWriter::new(self.family, self.next)?);
             self.next.n += 1;
         }
@@ -264,7 +264,7 @@ mod tests {
             let mut content = Content::empty(1 << 30);
             let mut wanted = std::collections::BTreeSet::new();
             for (seq, runs) in (0..).zip(&old) {
-                let mut packs = Packs::new(&family, PackRef { volume: VolumeId([1; 16]), epoch: 1, seq, n: 0, salt: [0; 16] }, || [7; 16]);
+                let mut packs = Packs::new(&family, PackRef { volume: VolumeId([1; 16]), epoch: 1, seq, n: 0, salt: [0; 16] }, || Ok([7; 16]));
                 runs.iter().for_each(|run| assert!(packs.hole(run.block, run.blocks).unwrap().is_empty()));
                 let Some(packed) = packs.finish().unwrap() else { continue };
                 // Every second one is an object.
@@ -282,7 +282,7 @@ mod tests {
         fn zeros_within_are_holes(blocks in proptest::collection::vec(any::<bool>(), 1..60)) {
             let family = FamilyKey::new([1; 32]);
             let first = PackRef { volume: VolumeId([1; 16]), epoch: 1, seq: 1, n: 0, salt: [0; 16] };
-            let mut packs = Packs::new(&family, first, || [7; 16]);
+            let mut packs = Packs::new(&family, first, || Ok([7; 16]));
             let plain: Vec<u8> = blocks.iter().flat_map(|full| vec![u8::from(*full); BLOCK_BYTES]).collect();
             prop_assert!(packs.blocks(100, &plain).unwrap().is_empty());
             let packed = packs.finish().unwrap().unwrap();
@@ -299,7 +299,7 @@ mod tests {
         let mut counter = 0;
         let mut packs = Packs::new(&family, first, || {
             counter += 1;
-            [counter; 16]
+            Ok([counter; 16])
         });
         let mut state = 1u64;
         let mut noise = || {

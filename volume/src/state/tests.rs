@@ -205,7 +205,7 @@ impl Disk {
         pieces.sort_by_key(|(block, _, _)| *block);
         let first = PackRef { volume: VOLUME, epoch: self.epoch, seq: self.seq, n: 0, salt: [0; 16] };
         let family = self.family.clone();
-        let (mut packs, mut done) = (Packs::new(&family, first, || [3; 16]), Vec::new());
+        let (mut packs, mut done) = (Packs::new(&family, first, || Ok([3; 16])), Vec::new());
         for (block, plain, blocks) in pieces {
             done.extend(match plain {
                 Some(plain) => packs.blocks(block, &plain).unwrap(),

@@ -1,0 +1,488 @@
+//! The log's files: segments of 64 MiB in the volume's directory, appended to, flushed in groups, given back and used again.
+//!
+//! Owns file names, room, the order of a new segment's birth, and what a failed flush means. Records are `format/log.rs`'s, what a log says is
+//! `state/scan.rs`'s.
+//!
+//! `<number in 16 digits of hex>.log` is a segment, `spare-….log` one that waits to be used again: its blocks are there already, so that flushes need
+//! not wait for the file system to find room. A file whose header names another segment than its own name does was never born.
+//!
+//! **A failed flush ends the log.** After an error of `fdatasync` the kernel may have dropped what it could not write and forget that it did, so a second
+//! flush would say what is not true. Nothing is acknowledged any more; whoever opens the volume again reads what is on the disk.
+
+use std::collections::BTreeMap;
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use volley_jobspecs::ids::VolumeId;
+
+use crate::format::log::{Change, LogPlace, RECORDS_FROM, Record, SEGMENT_BYTES, SegmentHeader, open_block};
+use crate::format::seal::{FamilyKey, ObjectKey, Salt, TAG_BYTES};
+use crate::format::{BLOCK_BYTES, FormatError};
+use crate::state::scan::{End, Entry, Scan, ScanError};
+
+/// Segments that wait to be used again, a volume. More would only keep room from others.
+const SPARES_MAX: usize = 2;
+/// Tags that are read at once: those of the longest record.
+const TAGS_MAX: usize = 256;
+
+/// Why the log can't be used.
+#[derive(Debug, thiserror::Error)]
+pub enum LogError {
+    /// A file or directory.
+    #[error("{what} {}: {error}", path.display())]
+    File {
+        /// What was done.
+        what: &'static str,
+        /// Where.
+        path: PathBuf,
+        /// The system's words.
+        error: io::Error,
+    },
+    /// Bytes in it.
+    #[error("{}: byte {at}: {error}", path.display())]
+    Format {
+        /// The segment's file.
+        path: PathBuf,
+        /// Offset in it.
+        at: u64,
+        /// What is wrong.
+        error: FormatError,
+    },
+    /// It does not hold what was flushed.
+    #[error("{}: {error}", dir.display())]
+    Scan {
+        /// The log's directory.
+        dir: PathBuf,
+        /// What is missing.
+        error: ScanError,
+    },
+}
+
+impl LogError {
+    /// Is it for want of room?
+    #[must_use]
+    pub fn is_full(&self) -> bool {
+        matches!(self, Self::File { error, .. } if matches!(error.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded))
+    }
+}
+
+/// A segment's file.
+pub struct Segment {
+    number: u64,
+    first_op: u64,
+    file: File,
+    key: ObjectKey,
+    path: PathBuf,
+}
+
+impl Segment {
+    /// Reads whole blocks.
+    ///
+    /// # Errors
+    /// [`LogError`]: a block that does not open is an error, never other bytes.
+    pub fn read(&self, place: LogPlace, into: &mut [u8]) -> Result<(), LogError> {
+        let mut tags = [0; TAGS_MAX * TAG_BYTES];
+        for (number, part) in into.chunks_mut(TAGS_MAX * BLOCK_BYTES).enumerate() {
+            let place = place.skip((number * TAGS_MAX) as u64);
+            let tags = tags.get_mut(..part.len() / BLOCK_BYTES * TAG_BYTES).unwrap_or_default();
+            let read = self.file.read_exact_at(tags, place.tags.into()).and_then(|()| self.file.read_exact_at(part, place.data.into()));
+            read.map_err(|error| self.error("reading", error))?;
+            let blocks = part.as_chunks_mut::<BLOCK_BYTES>().0.iter_mut().zip(tags.as_chunks::<TAG_BYTES>().0);
+            for (number, (block, tag)) in blocks.enumerate() {
+                let at = place.skip(number as u64).data;
+                open_block(&self.key, at, tag, block).map_err(|error| LogError::Format {
+                    path: self.path.clone(),
+                    at: at.into(),
+                    error,
+                })?;
+            }
+        }
+        Ok(())
+    }
+
+    fn error(&self, what: &'static str, error: io::Error) -> LogError {
+        LogError::File { what, path: self.path.clone(), error }
+    }
+}
+
+/// Names the log.
+#[derive(Clone)]
+pub struct LogOf {
+    /// Its directory.
+    pub dir: PathBuf,
+    /// The volume.
+    pub volume: VolumeId,
+    /// The volume's key.
+    pub family: FamilyKey,
+}
+
+/// What was found on the disk.
+pub struct Found {
+    /// Operations that S3 lacks, in order.
+    pub entries: Vec<Entry>,
+    /// How far it goes.
+    pub end: End,
+    segments: BTreeMap<u64, Arc<Segment>>,
+    /// Behind every number that any file has.
+    next: u64,
+}
+
+impl LogOf {
+    /// Reads the log of a volume. `committed`: the last operation that S3 has.
+    ///
+    /// # Errors
+    /// [`LogError`].
+    pub fn find(&self, committed: u64) -> Result<Found, LogError> {
+        let mut scan = Scan::new(committed);
+        let (mut entries, mut segments, mut next) = (Vec::new(), BTreeMap::new(), 0);
+        for (number, path) in self.files()? {
+            next = number + 1;
+            let bytes = std::fs::read(&path).map_err(|error| LogError::File { what: "reading", path: path.clone(), error })?;
+            let header = bytes.get(..RECORDS_FROM as usize).unwrap_or_default();
+            let Ok(header) = SegmentHeader::read(self.volume, &self.family, header) else { continue };
+            if header.segment != number {
+                continue;
+            }
+            let segment = self.open(&header, path)?;
+            entries.extend(scan.feed(&header, &segment.key, &bytes));
+            segments.insert(number, Arc::new(segment));
+        }
+        let end = scan.end().map_err(|error| LogError::Scan { dir: self.dir.clone(), error })?;
+        Ok(Found { entries, end, segments, next })
+    }
+
+    /// The segments' files, in order.
+    fn files(&self) -> Result<BTreeMap<u64, PathBuf>, LogError> {
+        let error = |error| LogError::File { what: "listing", path: self.dir.clone(), error };
+        let mut found = BTreeMap::new();
+        for entry in std::fs::read_dir(&self.dir).map_err(error)? {
+            let path = entry.map_err(error)?.path();
+            let name = path.file_name().and_then(|name| name.to_str()).and_then(|name| name.strip_suffix(".log"));
+            if let Some(number) = name.filter(|name| name.len() == 16).and_then(|name| u64::from_str_radix(name, 16).ok()) {
+                found.insert(number, path);
+            }
+        }
+        Ok(found)
+    }
+
+    fn path(&self, number: u64) -> PathBuf {
+        self.dir.join(format!("{number:016x}.log"))
+    }
+
+    fn open(&self, header: &SegmentHeader, path: PathBuf) -> Result<Segment, LogError> {
+        let file = OpenOptions::new().read(true).write(true).open(&path);
+        let file = file.map_err(|error| LogError::File { what: "opening", path: path.clone(), error })?;
+        let key = header.key(&self.family).map_err(|error| LogError::Format { path: path.clone(), at: 0, error })?;
+        Ok(Segment { number: header.segment, first_op: header.first_op, file, key, path })
+    }
+}
+
+/// Gives random bytes that were never used.
+pub type Fresh = Box<dyn FnMut() -> Result<Salt, FormatError> + Send>;
+
+/// A log that is written.
+pub struct Log {
+    of: LogOf,
+    epoch: u64,
+    segments: BTreeMap<u64, Arc<Segment>>,
+    /// The one that is appended to, and where; none before the first record.
+    current: Option<(Arc<Segment>, u32)>,
+    next: u64,
+    last_op: u64,
+    durable: u64,
+    /// Written to since they were last flushed.
+    unflushed: Vec<Arc<Segment>>,
+    spares: Vec<PathBuf>,
+    buffer: Vec<u8>,
+    salt: Fresh,
+}
+
+/// What one flush covers.
+pub struct Flush {
+    segments: Vec<Arc<Segment>>,
+    /// All operations up to this one.
+    pub op: u64,
+}
+
+impl Flush {
+    /// Waits for the disk.
+    ///
+    /// # Errors
+    /// [`LogError`]: nothing of it is known to be on the disk, and nothing ever will be.
+    pub fn wait(&self) -> Result<(), LogError> {
+        for segment in &self.segments {
+            rustix::fs::fdatasync(&segment.file).map_err(|error| segment.error("flushing", error.into()))?;
+        }
+        Ok(())
+    }
+}
+
+impl Log {
+    /// Goes on behind what was found, in an epoch of its own. `salt` gives fresh random bytes. Nothing is written yet.
+    #[must_use]
+    pub fn new(of: LogOf, epoch: u64, found: Found, salt: Fresh) -> Self {
+        let Found { end, segments, next, .. } = found;
+        let unflushed = segments.values().cloned().collect();
+        let (last_op, buffer) = (end.op, Vec::new());
+        Self { of, epoch, segments, current: None, next, last_op, durable: 0, unflushed, spares: Vec::new(), buffer, salt }
+    }
+
+    /// The epoch that it is written in.
+    #[must_use]
+    pub fn epoch(&self) -> u64 {
+        self.epoch
+    }
+
+    /// The last operation.
+    #[must_use]
+    pub fn last_op(&self) -> u64 {
+        self.last_op
+    }
+
+    /// The last operation that is known to be on the disk.
+    #[must_use]
+    pub fn durable(&self) -> u64 {
+        self.durable
+    }
+
+    /// Bytes of its files.
+    #[must_use]
+    pub fn bytes(&self) -> u64 {
+        (self.segments.len() + self.spares.len()) as u64 * u64::from(SEGMENT_BYTES)
+    }
+
+    /// The segment that is appended to; the next one, before the first record.
+    #[must_use]
+    pub fn current(&self) -> u64 {
+        self.current.as_ref().map_or(self.next, |(segment, _)| segment.number)
+    }
+
+    /// A segment, to read from while it may be given back.
+    #[must_use]
+    pub fn segment(&self, number: u64) -> Option<Arc<Segment>> {
+        self.segments.get(&number).cloned()
+    }
+
+    /// Appends an operation: it is in the kernel's hands when this returns. `data`: the blocks of a write, in pieces.
+    ///
+    /// # Errors
+    /// [`LogError`]: the operation did not happen.
+    pub fn append(&mut self, change: Change, data: &[&[u8]]) -> Result<(u64, LogPlace), LogError> {
+        let op = self.last_op + u64::from(change != Change::Mark);
+        // Nothing is ever appended again, yet: what lies in no segment lies in S3.
+        let record = Record { change, op, durable: self.durable, oldest: 0 };
+        let (segment, at) = match self.current.take() {
+            Some((segment, at)) if u64::from(at) + record.bytes() <= u64::from(SEGMENT_BYTES) => (segment, at),
+            _ => (self.begin_segment()?, RECORDS_FROM),
+        };
+        self.buffer.clear();
+        let made = record.write(&segment.key, at, data, &mut self.buffer);
+        made.map_err(|error| LogError::Format { path: segment.path.clone(), at: at.into(), error })?;
+        // After an error the segment is left as it is, half a record at its end: nothing is written twice under one key.
+        segment.file.write_all_at(&self.buffer, at.into()).map_err(|error| segment.error("writing", error))?;
+        let place = LogPlace::of(segment.number, at, &record);
+        self.last_op = op;
+        if self.unflushed.last().is_none_or(|last| last.number != segment.number) {
+            self.unflushed.push(Arc::clone(&segment));
+        }
+        self.current = Some((segment, at + self.buffer.len() as u32));
+        Ok((op, place))
+    }
+
+    fn begin_segment(&mut self) -> Result<Arc<Segment>, LogError> {
+        let number = self.next;
+        let path = self.of.path(number);
+        let error = |what| {
+            let path = path.clone();
+            move |error: io::Error| LogError::File { what, path, error }
+        };
+        match self.spares.pop() {
+            Some(spare) => std::fs::rename(&spare, &path).map_err(error("using again"))?,
+            None => preallocate(&path).map_err(error("making"))?,
+        }
+        self.next += 1;
+        let salt = (self.salt)().map_err(|error| LogError::Format { path: path.clone(), at: 0, error })?;
+        let header = SegmentHeader { volume: self.of.volume, epoch: self.epoch, segment: number, first_op: self.last_op + 1, salt };
+        let segment = Arc::new(self.of.open(&header, path.clone())?);
+        let bytes = header.write(&self.of.family).map_err(|e| LogError::Format { path: path.clone(), at: 0, error: e })?;
+        segment.file.write_all_at(&bytes, 0).map_err(error("writing"))?;
+        // Its name must be there when its first flush is answered.
+        sync_dir(&self.of.dir).map_err(error("naming"))?;
+        self.segments.insert(number, Arc::clone(&segment));
+        Ok(segment)
+    }
+
+    /// What a flush of everything so far covers. None: all of it is on the disk.
+    #[must_use]
+    pub fn flush(&self) -> Option<Flush> {
+        (self.durable < self.last_op || !self.unflushed.is_empty()).then(|| Flush { segments: self.unflushed.clone(), op: self.last_op })
+    }
+
+    /// A flush succeeded.
+    pub fn flushed(&mut self, flush: &Flush) {
+        self.durable = self.durable.max(flush.op);
+        // What was appended behind the flush lies in its last segment, or in later ones.
+        let last = flush.segments.last().map_or(0, |segment| segment.number);
+        let behind = self.last_op > flush.op;
+        self.unflushed.retain(|segment| segment.number > last || (segment.number == last && behind));
+    }
+
+    /// The first segment that must stay: the log keeps what S3 lacks (operations behind `committed`), and about `keep` bytes beside that, because
+    /// what was written lately is read soon.
+    #[must_use]
+    pub fn oldest_wanted(&self, committed: u64, keep: u64) -> u64 {
+        let room = (keep / u64::from(SEGMENT_BYTES)) as usize;
+        let numbers: Vec<(u64, u64)> = self.segments.values().map(|segment| (segment.number, segment.first_op)).collect();
+        let mut oldest = numbers.first().map_or(self.next, |(number, _)| *number);
+        for (place, pair) in numbers.windows(2).enumerate() {
+            let [_, (number, first_op)] = pair else { break };
+            if numbers.len() - place <= room || *first_op > committed.saturating_add(1) {
+                break;
+            }
+            oldest = *number;
+        }
+        oldest
+    }
+
+    /// Gives back the segments before `oldest`.
+    pub fn give_back(&mut self, oldest: u64) {
+        let kept = self.segments.split_off(&oldest.min(self.current()));
+        for segment in std::mem::replace(&mut self.segments, kept).into_values() {
+            self.unflushed.retain(|unflushed| unflushed.number != segment.number);
+            let path = segment.path.clone();
+            let spare = self.of.dir.join(format!("spare-{:016x}.log", segment.number));
+            // Whoever still reads from it must not see it written again.
+            let unread = Arc::into_inner(segment).is_some();
+            if unread && self.spares.len() < SPARES_MAX && std::fs::rename(&path, &spare).is_ok() {
+                self.spares.push(spare);
+            } else if let Err(error) = std::fs::remove_file(&path) {
+                tracing::warn!(path = %path.display(), %error, "a segment of a volume's log stays on the disk");
+            }
+        }
+    }
+}
+
+/// A file with all its room: no write into it ends for want of some.
+fn preallocate(path: &Path) -> io::Result<()> {
+    use std::os::unix::fs::OpenOptionsExt;
+    let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(path)?;
+    let room = rustix::fs::fallocate(&file, rustix::fs::FallocateFlags::empty(), 0, SEGMENT_BYTES.into());
+    room.inspect_err(|_| drop(std::fs::remove_file(path)))?;
+    Ok(())
+}
+
+/// Makes names in a directory as durable as the files.
+///
+/// # Errors
+/// The system's.
+pub fn sync_dir(dir: &Path) -> io::Result<()> {
+    File::open(dir)?.sync_all()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn of(dir: &Path) -> LogOf {
+        LogOf { dir: dir.to_owned(), volume: VolumeId([1; 16]), family: FamilyKey::new([2; 32]) }
+    }
+
+    fn log(dir: &Path, epoch: u64, committed: u64) -> (Log, Vec<Entry>) {
+        let found = of(dir).find(committed).unwrap();
+        let entries = found.entries.clone();
+        let mut counter = epoch as u8 * 16;
+        let salt = move || {
+            counter += 1;
+            Ok([counter; 16])
+        };
+        (Log::new(of(dir), epoch, found, Box::new(salt)), entries)
+    }
+
+    fn block(fill: u64) -> Vec<u8> {
+        vec![fill as u8; 256 * BLOCK_BYTES]
+    }
+
+    fn fill(log: &mut Log) {
+        for _ in 0..70 {
+            log.append(Change::Write { block: 0, blocks: 256 }, &[&block(7)]).unwrap();
+        }
+    }
+
+    #[test]
+    fn what_was_appended_is_read_and_found_again() {
+        let dir = tempfile::tempdir().unwrap();
+        let (mut first, _) = log(dir.path(), 1, 0);
+        let places: Vec<LogPlace> = (1..=150u64)
+            .map(|op| {
+                let (done, place) = first.append(Change::Write { block: op * 256, blocks: 256 }, &[&block(op)]).unwrap();
+                assert_eq!(done, op);
+                place
+            })
+            .collect();
+        let (op, _) = first.append(Change::Zero { block: 0, blocks: 9, hole: true }, &[]).unwrap();
+        assert_eq!((op, first.segments.len()), (151, 3));
+        let mut into = block(0);
+        for (op, place) in (1..).zip(&places) {
+            first.segment(place.segment).unwrap().read(*place, &mut into).unwrap();
+            assert!(into == block(op));
+        }
+        let flush = first.flush().unwrap();
+        flush.wait().unwrap();
+        first.flushed(&flush);
+        assert!(first.flush().is_none() && first.durable() == 151);
+        drop(first);
+
+        let (mut second, entries) = log(dir.path(), 2, 0);
+        assert_eq!(entries.iter().map(|entry| entry.record.op).collect::<Vec<_>>(), (1..=151).collect::<Vec<_>>());
+        assert_eq!(entries[149].place, places[149]);
+        second.append(Change::Resize { size: 1 << 30 }, &[]).unwrap();
+        assert_eq!((second.last_op(), second.current()), (152, 3));
+        // Given back, used again: what was in there is not found any more.
+        second.give_back(3);
+        assert_eq!((second.segments.len(), second.spares.len()), (1, 2));
+        fill(&mut second);
+        assert_eq!((second.segments.len(), second.spares.len()), (2, 1));
+        drop(second);
+        let (third, entries) = log(dir.path(), 3, 151);
+        assert_eq!((entries.len(), third.last_op()), (71, 222));
+        assert!(
+            matches!(of(dir.path()).find(0), Err(LogError::Scan { error: ScanError::Missing { .. }, .. })) || third.segments.len() == 2
+        );
+    }
+
+    #[test]
+    fn a_segment_that_somebody_reads_is_not_used_again() {
+        let dir = tempfile::tempdir().unwrap();
+        let (mut log, _) = log(dir.path(), 1, 0);
+        let (_, place) = log.append(Change::Write { block: 0, blocks: 256 }, &[&block(1)]).unwrap();
+        let reader = log.segment(place.segment).unwrap();
+        fill(&mut log);
+        let flush = log.flush().unwrap();
+        flush.wait().unwrap();
+        log.flushed(&flush);
+        drop(flush);
+        log.give_back(1);
+        assert!(log.spares.is_empty());
+        let mut into = block(0);
+        reader.read(place, &mut into).unwrap();
+        assert!(into == block(1));
+    }
+
+    #[test]
+    fn damage_in_a_block_is_an_error() {
+        let dir = tempfile::tempdir().unwrap();
+        let (mut log, _) = log(dir.path(), 1, 0);
+        let (_, place) = log.append(Change::Write { block: 0, blocks: 2 }, &[&[1; 2 * BLOCK_BYTES]]).unwrap();
+        let segment = log.segment(place.segment).unwrap();
+        let at = u64::from(place.skip(1).data) + 77;
+        let mut byte = [0];
+        segment.file.read_exact_at(&mut byte, at).unwrap();
+        segment.file.write_all_at(&[byte[0] ^ 4], at).unwrap();
+        let mut into = vec![0; BLOCK_BYTES];
+        segment.read(place, &mut into).unwrap();
+        assert!(matches!(segment.read(place.skip(1), &mut into), Err(LogError::Format { .. })));
+    }
+}

@@ -3,10 +3,30 @@
 //! Owns the format of all that is stored (`format`), the pure rules (`state`) and the volume itself. Does not own the protocols it is served with
 //! by more than the seam ([`device`]), nor the S3 client (`volley-store`).
 
+mod clone;
+mod commit;
 pub mod device;
+mod discard;
+mod flush;
 pub mod format;
+mod host;
 pub mod io;
+mod open;
+mod promote;
+mod read;
+mod resize;
+mod snapshot;
 pub mod state;
+mod verify;
+mod volume;
+mod write;
+
+pub use commit::CommitError;
+pub use host::{FetchError, Host, Limits};
+pub use open::{NewVolume, OpenError, Opener};
+pub use promote::Promotion;
+pub use verify::Verified;
+pub use volume::{Failure, Volume};
 
 /// Does it hold nothing but zeros?
 #[must_use]

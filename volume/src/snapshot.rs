@@ -1,0 +1,44 @@
+//! `snapshot`: a state of a volume that stays, and what clones are made of.
+//!
+//! Owns taking one: the volume commits, and the state it has then gets a name. Nothing is copied.
+
+use volley_jobspecs::ids::{SnapshotId, VolumeId};
+
+use crate::format::keys;
+use crate::format::seal::FamilyKey;
+use crate::format::snapshot::Snapshot;
+use crate::host::{Host, lock, now_ms, random};
+use crate::open::OpenError;
+use crate::state::moves;
+use crate::volume::Volume;
+
+impl Volume {
+    /// Takes a snapshot of the disk as it is now. Map pages are written first, so that whoever clones it reads few objects.
+    ///
+    /// # Errors
+    /// [`OpenError`].
+    pub fn snapshot(&self, id: SnapshotId) -> Result<(), OpenError> {
+        let shared = &self.shared;
+        let mut commits = lock(&shared.commits);
+        shared.commit_with(&mut commits, true)?;
+        let snapshot = moves::snapshot(&commits.head, id, false, now_ms())?;
+        shared.host.put_snapshot(&snapshot, &shared.family)
+    }
+}
+
+impl Host {
+    /// Takes a snapshot of what was accepted, without opening the volume: two requests.
+    ///
+    /// # Errors
+    /// [`OpenError`].
+    pub fn snapshot_accepted(&self, volume: VolumeId, id: SnapshotId) -> Result<(), OpenError> {
+        let (head, family, _) = self.head(volume)?;
+        self.put_snapshot(&moves::snapshot(&head, id, true, now_ms())?, &family)
+    }
+
+    fn put_snapshot(&self, snapshot: &Snapshot, family: &FamilyKey) -> Result<(), OpenError> {
+        let (key, bytes) = (keys::snapshot(snapshot.line.id), snapshot.write(family, random()?)?);
+        Self::end(&key, &self.begin_put(key.clone(), bytes.into()))?;
+        Ok(())
+    }
+}

@@ -99,7 +99,7 @@ impl Host {
         let ephemeral = Some(head.write(&family, random()?)?);
         let holding = Holding { volume, attach: random()?, epoch, log_from: 0, ephemeral };
         let path = dir.join(HOLDING);
-        replace_file(&path, &holding.write()?).map_err(|error| OpenError::File { what: "writing", path, error })?;
+        replace_file(&path, &holding.write()?, false).map_err(|error| OpenError::File { what: "writing", path, error })?;
         self.open(Opening { head, family, tag: None, lock, dir, epoch, committed: 0 }, true)
     }
 }

@@ -234,12 +234,14 @@ pub(crate) fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Writes a file as a whole: it has the old bytes or the new ones, whatever happens.
-pub(crate) fn replace_file(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
+/// Writes a file as a whole: it has the old bytes or the new ones. `lasts`: whatever happens to the host, too.
+pub(crate) fn replace_file(path: &Path, bytes: &[u8], lasts: bool) -> std::io::Result<()> {
     let new = path.with_extension("new");
     let mut file = std::fs::File::create(&new)?;
     std::io::Write::write_all(&mut file, bytes)?;
-    file.sync_all()?;
+    if lasts {
+        file.sync_all()?;
+    }
     std::fs::rename(&new, path)?;
-    path.parent().map_or(Ok(()), crate::io::log::sync_dir)
+    path.parent().filter(|_| lasts).map_or(Ok(()), crate::io::log::sync_dir)
 }

@@ -231,7 +231,7 @@ impl Host {
         };
         let holding = Holding { volume, attach: by.attach, epoch, log_from, ephemeral: None };
         let path = dir.join(HOLDING);
-        replace_file(&path, &holding.write()?).map_err(error("writing", &path))
+        replace_file(&path, &holding.write()?, true).map_err(error("writing", &path))
     }
 
     /// Reads map and log, and begins to serve.
@@ -241,7 +241,7 @@ impl Host {
             Some(base) => self.base(base)?.map(),
             None => self.map(&family, head.latest())?,
         };
-        let of = LogOf { dir, volume: head.volume, family: family.clone() };
+        let of = LogOf { dir, volume: head.volume, family: family.clone(), lasts: !ephemeral };
         let found = of.find(committed)?;
         let entries = found.entries.clone();
         let log = Log::new(of, epoch, found, Box::new(random));

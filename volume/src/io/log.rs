@@ -11,7 +11,7 @@
 
 use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions};
-use std::io;
+use std::io::{self, IoSliceMut};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -27,6 +27,8 @@ use crate::state::scan::{End, Entry, Scan, ScanError};
 const SPARES_MAX: usize = 2;
 /// Tags that are read at once: those of the longest record.
 const TAGS_MAX: usize = 256;
+/// Bytes before the blocks that are read along with them.
+const FRONT_BYTES_MAX: usize = TAGS_MAX * TAG_BYTES;
 
 /// Why the log can't be used.
 #[derive(Debug, thiserror::Error)]
@@ -84,13 +86,11 @@ impl Segment {
     /// # Errors
     /// [`LogError`]: a block that does not open is an error, never other bytes.
     pub fn read(&self, place: LogPlace, into: &mut [u8]) -> Result<(), LogError> {
-        let mut tags = [0; TAGS_MAX * TAG_BYTES];
+        let mut front = [0; FRONT_BYTES_MAX];
         for (number, part) in into.chunks_mut(TAGS_MAX * BLOCK_BYTES).enumerate() {
             let place = place.skip((number * TAGS_MAX) as u64);
-            let tags = tags.get_mut(..part.len() / BLOCK_BYTES * TAG_BYTES).unwrap_or_default();
-            let read = self.file.read_exact_at(tags, place.tags.into()).and_then(|()| self.file.read_exact_at(part, place.data.into()));
-            read.map_err(|error| self.error("reading", error))?;
-            let blocks = part.as_chunks_mut::<BLOCK_BYTES>().0.iter_mut().zip(tags.as_chunks::<TAG_BYTES>().0);
+            self.read_raw(place, &mut front, part).map_err(|error| self.error("reading", error))?;
+            let blocks = part.as_chunks_mut::<BLOCK_BYTES>().0.iter_mut().zip(front.as_chunks::<TAG_BYTES>().0);
             for (number, (block, tag)) in blocks.enumerate() {
                 let at = place.skip(number as u64).data;
                 open_block(&self.key, at, tag, block).map_err(|error| LogError::Format {
@@ -101,6 +101,21 @@ impl Segment {
             }
         }
         Ok(())
+    }
+
+    /// Reads sealed blocks, and their tags to the beginning of `front`: with one call where what lies between is little.
+    fn read_raw(&self, place: LogPlace, front: &mut [u8; FRONT_BYTES_MAX], into: &mut [u8]) -> io::Result<()> {
+        let between = place.data.saturating_sub(place.tags) as usize;
+        if let Some(front) = front.get_mut(..between) {
+            let whole = between + into.len();
+            let mut parts = [IoSliceMut::new(front), IoSliceMut::new(into)];
+            if rustix::io::preadv(&self.file, &mut parts, place.tags.into())? == whole {
+                return Ok(());
+            }
+        }
+        let tags = front.get_mut(..into.len() / BLOCK_BYTES * TAG_BYTES).unwrap_or_default();
+        self.file.read_exact_at(tags, place.tags.into())?;
+        self.file.read_exact_at(into, place.data.into())
     }
 
     fn error(&self, what: &'static str, error: io::Error) -> LogError {
@@ -117,6 +132,8 @@ pub struct LogOf {
     pub volume: VolumeId,
     /// The volume's key.
     pub family: FamilyKey,
+    /// Must it outlive the host's crash? An ephemeral clone does not: its attempt is lost then.
+    pub lasts: bool,
 }
 
 /// What was found on the disk.
@@ -136,21 +153,32 @@ impl LogOf {
     /// # Errors
     /// [`LogError`].
     pub fn find(&self, committed: u64) -> Result<Found, LogError> {
-        let mut scan = Scan::new(committed);
-        let (mut entries, mut segments, mut next) = (Vec::new(), BTreeMap::new(), 0);
+        let (mut segments, mut next) = (BTreeMap::new(), 0);
         for (number, path) in self.files()? {
             next = number + 1;
-            let bytes = std::fs::read(&path).map_err(|error| LogError::File { what: "reading", path: path.clone(), error })?;
-            let header = bytes.get(..RECORDS_FROM as usize).unwrap_or_default();
-            let Ok(header) = SegmentHeader::read(self.volume, &self.family, header) else { continue };
-            if header.segment != number {
-                continue;
+            let mut bytes = [0; RECORDS_FROM as usize];
+            let read = File::open(&path).and_then(|file| file.read_exact_at(&mut bytes, 0));
+            match read {
+                // It was not even long enough for a header: never born.
+                Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => continue,
+                read => read.map_err(|error| LogError::File { what: "reading", path: path.clone(), error })?,
             }
-            let segment = self.open(&header, path)?;
-            entries.extend(scan.feed(&header, &segment.key, &bytes));
-            segments.insert(number, Arc::new(segment));
+            let Ok(header) = SegmentHeader::read(self.volume, &self.family, &bytes) else { continue };
+            if header.segment == number {
+                segments.insert(number, (header, self.open(&header, path)?));
+            }
+        }
+        // Those that S3 has wholly need not be read: the next one's first operation tells.
+        let needed = segments.values().rev().find(|(header, _)| header.first_op <= committed.saturating_add(1));
+        let from = needed.map_or(0, |(header, _)| header.segment);
+        let (mut scan, mut entries) = (Scan::new(committed), Vec::new());
+        for (header, segment) in segments.range(from..).map(|(_, both)| both) {
+            let path = &segment.path;
+            let bytes = std::fs::read(path).map_err(|error| LogError::File { what: "reading", path: path.clone(), error })?;
+            entries.extend(scan.feed(header, &segment.key, &bytes));
         }
         let end = scan.end().map_err(|error| LogError::Scan { dir: self.dir.clone(), error })?;
+        let segments = segments.into_iter().map(|(number, (_, segment))| (number, Arc::new(segment))).collect();
         Ok(Found { entries, end, segments, next })
     }
 
@@ -310,7 +338,9 @@ impl Log {
         let bytes = header.write(&self.of.family).map_err(|e| LogError::Format { path: path.clone(), at: 0, error: e })?;
         segment.file.write_all_at(&bytes, 0).map_err(error("writing"))?;
         // Its name must be there when its first flush is answered.
-        sync_dir(&self.of.dir).map_err(error("naming"))?;
+        if self.of.lasts {
+            sync_dir(&self.of.dir).map_err(error("naming"))?;
+        }
         self.segments.insert(number, Arc::clone(&segment));
         Ok(segment)
     }
@@ -387,7 +417,7 @@ mod tests {
     use super::*;
 
     fn of(dir: &Path) -> LogOf {
-        LogOf { dir: dir.to_owned(), volume: VolumeId([1; 16]), family: FamilyKey::new([2; 32]) }
+        LogOf { dir: dir.to_owned(), volume: VolumeId([1; 16]), family: FamilyKey::new([2; 32]), lasts: true }
     }
 
     fn log(dir: &Path, epoch: u64, committed: u64) -> (Log, Vec<Entry>) {

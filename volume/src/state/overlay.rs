@@ -145,7 +145,11 @@ impl Overlay {
     /// Forgets what lies in segments before `oldest`, and zeros, of operations up to `op`: the map says the same.
     pub fn forget(&mut self, op: u64, oldest: u64) {
         let gone = |run: &&Run| {
-            run.op <= op && matches!(run.place, Place::Log(place) if place.segment < oldest) || run.op <= op && run.place == Place::Zero
+            run.op <= op
+                && match run.place {
+                    Place::Zero => true,
+                    Place::Log(place) => place.segment < oldest,
+                }
         };
         let blocks: Vec<u64> = self.runs.values().filter(gone).map(|run| run.block).collect();
         for block in blocks {

@@ -155,7 +155,7 @@ impl Scan {
         // One is enough to know that this segment's end is not its last record; each later one knows no less.
         if let Some((_, first)) = witnesses.next() {
             self.torn.get_or_insert((self.segment, from));
-            let last = witnesses.last().map_or(first, |(_, last)| last);
+            let last = witnesses.next_back().map_or(first, |(_, last)| last);
             self.durable = self.durable.max(first.durable).max(last.durable);
             self.oldest = self.oldest.max(first.oldest).max(last.oldest);
         }

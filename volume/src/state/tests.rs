@@ -225,16 +225,7 @@ impl Disk {
         }
         self.content.size = self.size;
         if checkpoint || wants_checkpoint(&self.content) {
-            self.load_all();
-            let object = MapRef { volume: VOLUME, epoch: self.epoch, seq: self.seq, salt: [4; 16] };
-            let mut writer = MapWriter::new(&self.family, object).unwrap();
-            let full = self.map.changed().into_iter().filter(|(_, page)| !page.pointers.is_empty());
-            let written: BTreeMap<_, _> = full.map(|(number, page)| (number, writer.page(number, &page).unwrap())).collect();
-            let (bytes, root) = writer.finish(&self.map.root(self.size, &written)).unwrap();
-            assert!(self.store.insert(object.key(), bytes).is_none());
-            self.map.stored(&written);
-            self.content.root = Some(root);
-            self.content.deltas.clear();
+            self.checkpoint();
         }
         self.content.check("it").unwrap();
         self.committed = until;
@@ -243,6 +234,19 @@ impl Disk {
         let oldest = self.segments[keep].0.segment;
         self.overlay.forget(until, oldest);
         self.segments.drain(..keep);
+    }
+
+    fn checkpoint(&mut self) {
+        self.load_all();
+        let object = MapRef { volume: VOLUME, epoch: self.epoch, seq: self.seq, salt: [4; 16] };
+        let mut writer = MapWriter::new(&self.family, object).unwrap();
+        let full = self.map.changed().into_iter().filter(|(_, page)| !page.pointers.is_empty());
+        let written: BTreeMap<_, _> = full.map(|(number, page)| (number, writer.page(number, &page).unwrap())).collect();
+        let (bytes, root) = writer.finish(&self.map.root(self.size, &written)).unwrap();
+        assert!(self.store.insert(object.key(), bytes).is_none());
+        self.map.stored(&written);
+        self.content.root = Some(root);
+        self.content.deltas.clear();
     }
 
     fn reopen(&mut self) {

@@ -30,8 +30,8 @@ use crate::volume::{Failure, Shared};
 const UPLOADS_MAX: usize = 4;
 /// How often the head is sent, with what it is now, before the commit is given up for this time.
 const HEAD_TRIES: u32 = 8;
-/// Pause between two.
-const HEAD_PAUSE: Duration = Duration::from_millis(100);
+/// Pause between two; the client below has waited longer already.
+const HEAD_PAUSE: Duration = Duration::from_millis(20);
 /// Pause after a commit that failed.
 const COMMIT_PAUSE: Duration = Duration::from_secs(1);
 

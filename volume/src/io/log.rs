@@ -3,6 +3,9 @@
 //! Owns file names, room, the order of a new segment's birth, and what a failed flush means. Records are `format/log.rs`'s, what a log says is
 //! `state/scan.rs`'s.
 //!
+//! A segment's room is taken in steps, so that a thousand clones which write a little take little; a write never finds that there is none, because
+//! its room was taken before.
+//!
 //! `<number in 16 digits of hex>.log` is a segment, `spare-….log` one that waits to be used again: its blocks are there already, so that flushes need
 //! not wait for the file system to find room. A file whose header names another segment than its own name does was never born.
 //!
@@ -25,6 +28,10 @@ use crate::state::scan::{End, Entry, Scan, ScanError};
 
 /// Segments that wait to be used again, a volume. More would only keep room from others.
 const SPARES_MAX: usize = 2;
+/// Room that is taken first; then as much again as there is.
+const ROOM_FIRST: u64 = 256 << 10;
+/// Largest step: flushes wait for the file system's own records of each.
+const ROOM_STEP_MAX: u64 = 16 << 20;
 /// Tags that are read at once: those of the longest record.
 const TAGS_MAX: usize = 256;
 /// Bytes before the blocks that are read along with them.
@@ -218,6 +225,8 @@ pub struct Log {
     segments: BTreeMap<u64, Arc<Segment>>,
     /// The one that is appended to, and where; none before the first record.
     current: Option<(Arc<Segment>, u32)>,
+    /// Bytes of it that the file has room for.
+    room: u64,
     next: u64,
     last_op: u64,
     durable: u64,
@@ -255,7 +264,7 @@ impl Log {
         let Found { end, segments, next, .. } = found;
         let unflushed = segments.values().cloned().collect();
         let (last_op, buffer) = (end.op, Vec::new());
-        Self { of, epoch, segments, current: None, next, last_op, durable: 0, unflushed, spares: Vec::new(), buffer, salt }
+        Self { of, epoch, segments, current: None, room: 0, next, last_op, durable: 0, unflushed, spares: Vec::new(), buffer, salt }
     }
 
     /// The epoch that it is written in.
@@ -279,7 +288,8 @@ impl Log {
     /// Bytes of its files.
     #[must_use]
     pub fn bytes(&self) -> u64 {
-        (self.segments.len() + self.spares.len()) as u64 * u64::from(SEGMENT_BYTES)
+        let full = (self.segments.len() + self.spares.len()) as u64 * u64::from(SEGMENT_BYTES);
+        self.current.as_ref().map_or(full, |_| full - u64::from(SEGMENT_BYTES) + self.room)
     }
 
     /// The segment that is appended to; the next one, before the first record.
@@ -307,6 +317,15 @@ impl Log {
             _ => (self.begin_segment()?, RECORDS_FROM),
         };
         self.buffer.clear();
+        let end = u64::from(at) + record.bytes();
+        if end > self.room
+            && let Err(error) = take_room(&segment.file, &mut self.room, end)
+        {
+            // Nothing was written: the segment goes on when there is room again.
+            let error = segment.error("making room in", error);
+            self.current = Some((segment, at));
+            return Err(error);
+        }
         let made = record.write(&segment.key, at, data, &mut self.buffer);
         made.map_err(|error| LogError::Format { path: segment.path.clone(), at: at.into(), error })?;
         // After an error the segment is left as it is, half a record at its end: nothing is written twice under one key.
@@ -329,13 +348,14 @@ impl Log {
         };
         match self.spares.pop() {
             Some(spare) => std::fs::rename(&spare, &path).map_err(error("using again"))?,
-            None => preallocate(&path).map_err(error("making"))?,
+            None => make(&path).map_err(error("making"))?,
         }
         self.next += 1;
         let salt = (self.salt)().map_err(|error| LogError::Format { path: path.clone(), at: 0, error })?;
         let header = SegmentHeader { volume: self.of.volume, epoch: self.epoch, segment: number, first_op: self.last_op + 1, salt };
         let segment = Arc::new(self.of.open(&header, path.clone())?);
         let bytes = header.write(&self.of.family).map_err(|e| LogError::Format { path: path.clone(), at: 0, error: e })?;
+        self.room = segment.file.metadata().map_err(error("looking at"))?.len();
         segment.file.write_all_at(&bytes, 0).map_err(error("writing"))?;
         // Its name must be there when its first flush is answered.
         if self.of.lasts {
@@ -385,7 +405,8 @@ impl Log {
             let path = segment.path.clone();
             let spare = self.of.dir.join(format!("spare-{:016x}.log", segment.number));
             // Whoever still reads from it must not see it written again.
-            let unread = Arc::into_inner(segment).is_some();
+            let unread = Arc::into_inner(segment)
+                .is_some_and(|segment| segment.file.metadata().is_ok_and(|file| file.len() == u64::from(SEGMENT_BYTES)));
             if unread && self.spares.len() < SPARES_MAX && std::fs::rename(&path, &spare).is_ok() {
                 self.spares.push(spare);
             } else if let Err(error) = std::fs::remove_file(&path) {
@@ -395,12 +416,19 @@ impl Log {
     }
 }
 
-/// A file with all its room: no write into it ends for want of some.
-fn preallocate(path: &Path) -> io::Result<()> {
+/// An empty segment, with its first room.
+fn make(path: &Path) -> io::Result<()> {
     use std::os::unix::fs::OpenOptionsExt;
     let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(path)?;
-    let room = rustix::fs::fallocate(&file, rustix::fs::FallocateFlags::empty(), 0, SEGMENT_BYTES.into());
-    room.inspect_err(|_| drop(std::fs::remove_file(path)))?;
+    take_room(&file, &mut 0, ROOM_FIRST).inspect_err(|_| drop(std::fs::remove_file(path)))
+}
+
+/// Takes room up to `end` at least: no write within it ends for want of some.
+fn take_room(file: &File, room: &mut u64, end: u64) -> io::Result<()> {
+    let step = (*room).clamp(ROOM_FIRST, ROOM_STEP_MAX);
+    let whole = (*room + step).max(end).min(SEGMENT_BYTES.into());
+    rustix::fs::fallocate(file, rustix::fs::FallocateFlags::empty(), 0, whole)?;
+    *room = whole;
     Ok(())
 }
 

@@ -3,6 +3,7 @@
 //! Owns the format of all that is stored (`format`), the pure rules (`state`) and the volume itself. Does not own the protocols it is served with
 //! by more than the seam ([`device`]), nor the S3 client (`volley-store`).
 
+mod clean;
 mod clone;
 mod commit;
 pub mod device;
@@ -14,6 +15,7 @@ pub mod io;
 mod open;
 mod promote;
 mod read;
+mod remove;
 mod resize;
 mod snapshot;
 pub mod state;

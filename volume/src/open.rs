@@ -16,7 +16,7 @@ use crate::format::holding::Holding;
 use crate::format::seal::FamilyKey;
 use crate::format::{FormatError, keys};
 use crate::host::{FetchError, Host, at, lock, now_ms, random, replace_file};
-use crate::io::log::{Log, LogError, LogOf};
+use crate::io::log::{Log, LogError, LogOf, sync_dir};
 use crate::io::s3::{ObjectsError, Put};
 use crate::state::fence::{Tried, Verdict, judge};
 use crate::state::moves::{self, Attach, Create, MoveError};
@@ -192,7 +192,11 @@ impl Host {
             let path = dir.clone();
             move |error| OpenError::File { what, path, error }
         };
-        std::fs::create_dir_all(&dir).map_err(error("making"))?;
+        if !dir.exists() {
+            std::fs::create_dir_all(&dir).map_err(error("making"))?;
+            // What is flushed in it must still have a name after a power cut.
+            sync_dir(&self.dir).map_err(error("naming"))?;
+        }
         let file = File::create(self.dir.join(format!("{volume}.lock"))).map_err(error("locking"))?;
         match file.try_lock() {
             Ok(()) => Ok((dir, file)),
@@ -224,6 +228,7 @@ impl Host {
                 let aside = self.dir.join(format!("{volume}.lost-{:016x}-{}", before.epoch, hex::encode(random::<4>()?)));
                 std::fs::rename(dir, &aside).map_err(error("putting aside", &aside))?;
                 std::fs::create_dir(dir).map_err(error("making", dir))?;
+                sync_dir(&self.dir).map_err(error("naming", dir))?;
                 tracing::warn!(volume = %volume, path = %aside.display(), "what an earlier attach of this host had in its log was put aside");
                 epoch
             }

@@ -28,6 +28,8 @@ enum Source {
     Zero,
     Log(Arc<Segment>, LogPlace),
     Extent(PackRef, Stored),
+    /// In a segment that is not there: the volume has a fault.
+    Gone,
 }
 
 /// An extent's name in memory.
@@ -71,6 +73,7 @@ impl Shared {
                 }
                 Source::Log(segment, place) => segment.read(place, part).map_err(|error| self.log_error(&error)),
                 Source::Extent(pack, stored) => copy(&extents, pack, &stored, part),
+                Source::Gone => Err(io::Error::new(io::ErrorKind::InvalidData, format!("{}: a segment of the log is gone", self.id))),
             };
             if done.is_err() {
                 return Some(done);
@@ -222,8 +225,11 @@ fn sources_of(state: &State, blocks: Range<u64>, out: &mut Vec<(u64, Source)>) -
         match piece {
             Ok(run) => match run.place {
                 Place::Zero => out.push((run.blocks, Source::Zero)),
-                // A run's segment is there: the overlay forgets first.
-                Place::Log(place) => out.extend(state.log.segment(place.segment).map(|segment| (run.blocks, Source::Log(segment, place)))),
+                Place::Log(place) => {
+                    // A run's segment is there: the overlay forgets first.
+                    let source = state.log.segment(place.segment).map_or(Source::Gone, |segment| Source::Log(segment, place));
+                    out.push((run.blocks, source));
+                }
             },
             Err(range) => {
                 found.clear();

@@ -6,8 +6,9 @@ use volley_jobspecs::ids::{SnapshotId, VolumeId};
 
 use crate::format::keys;
 use crate::format::seal::FamilyKey;
-use crate::format::snapshot::Snapshot;
+use crate::format::snapshot::{SNAPSHOT_BYTES_MAX, Snapshot};
 use crate::host::{Host, lock, now_ms, random};
+use crate::io::s3::ObjectsError;
 use crate::open::OpenError;
 use crate::state::moves;
 use crate::volume::Volume;
@@ -38,7 +39,17 @@ impl Host {
 
     fn put_snapshot(&self, snapshot: &Snapshot, family: &FamilyKey) -> Result<(), OpenError> {
         let (key, bytes) = (keys::snapshot(snapshot.line.id), snapshot.write(family, random()?)?);
-        Self::end(&key, &self.begin_put(key.clone(), bytes.into()))?;
-        Ok(())
+        match Self::end(&key, &self.begin_put(key.clone(), bytes.into())) {
+            // Taken before, by whoever did not hear that it was: the same state is the same snapshot.
+            Err(error @ ObjectsError::Refused { .. }) => match self.get(&key, SNAPSHOT_BYTES_MAX) {
+                Ok((found, _)) if same(snapshot, &Snapshot::read(snapshot.line.id, &self.keys, &found)?.0) => Ok(()),
+                _ => Err(error.into()),
+            },
+            end => Ok(end.map(|_| ())?),
+        }
     }
+}
+
+fn same(wanted: &Snapshot, found: &Snapshot) -> bool {
+    (wanted.line.volume, wanted.line.root) == (found.line.volume, found.line.root)
 }

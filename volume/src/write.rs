@@ -65,12 +65,19 @@ impl Shared {
         if !still(&state) {
             return Ok(false);
         }
+        let segment = state.log.current();
         let (op, place) = state.log.append(change, data).map_err(|error| self.log_error(&error))?;
         state.play(change, op, place);
         let before = state.dirty;
         state.dirty += bytes.max(BLOCK);
         let wake = before == 0 || (before < self.host.limits.commit_bytes && state.dirty >= self.host.limits.commit_bytes);
+        // Once a segment: what is cleaned then lies in others.
+        let clean = self.ephemeral && state.log.current() != segment;
         drop(state);
+        if clean {
+            // The operation has happened; for want of room the log is cleaned with a later one.
+            self.clean().or_else(|error| if error.kind() == io::ErrorKind::StorageFull { Ok(()) } else { Err(error) })?;
+        }
         if wake {
             self.wake.notify_all();
         }

@@ -70,7 +70,7 @@ impl History {
         let request = ["put", "put", "put", "get", "get range"][self.dice.roll(5)];
         match self.dice.roll(12) {
             0 | 1 => self.bucket.fault(request, Fault::LoseAnswer),
-            2 => self.bucket.fault(request, Fault::LoseRequest),
+            2..5 => self.bucket.fault(request, Fault::LoseRequest),
             _ => {}
         }
     }
@@ -79,7 +79,7 @@ impl History {
         let who = self.dice.roll(2);
         let Some(mut writer) = self.writers[who].take() else { return self.attach(who, true) };
         match self.dice.roll(10) {
-            0..5 => {
+            0..4 => {
                 let (offset, len) = (self.dice.roll(BYTES - 1), 1 + self.dice.roll(if self.dice.1 % 8 == 0 { 200_000 } else { 6_000 }));
                 let len = len.min(BYTES - offset);
                 let bytes = noise(len, self.dice.1 as u64);
@@ -97,7 +97,7 @@ impl History {
                 }
                 self.writers[who] = Some(writer);
             }
-            5..8 => {
+            4..7 => {
                 self.maybe_fault();
                 match writer.volume.flush() {
                     Ok(()) if writer.deposed => assert_eq!(writer.volume.dirty_bytes(), 0, "a commit of somebody who is out"),
@@ -118,7 +118,7 @@ impl History {
                 }
             }
             // Killed, and opened again by the same attach: the log has everything, if nobody took over.
-            8 => {
+            7 => {
                 let Writer { volume, attach, plain, deposed } = writer;
                 drop(volume);
                 let again = self.persist(who, &Opener { resume: true, ..opener(attach) });

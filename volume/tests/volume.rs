@@ -270,6 +270,50 @@ fn ephemeral_clones_make_no_request_and_are_apart_from_each_other() {
 }
 
 #[test]
+fn a_clone_that_overwrites_much_keeps_a_log_of_what_it_needs() {
+    let world = World::new();
+    let (host, requests) = world.host("a", Limits { ephemeral_bytes_max: 1 << 30, ..quiet() });
+    host.create(new(id(1), 64 * MIB, FlushMode::Local)).unwrap();
+    let volume = host.attach(id(1), &opener(1)).unwrap();
+    volume.write(0, &noise(4 * MIB as usize, 1), false).unwrap();
+    volume.snapshot(snap(1)).unwrap();
+    drop(volume);
+    let clone = host.clone_ephemeral(snap(1), id(2), FlushMode::Local, true).unwrap();
+    requests.take();
+    let mut plain = vec![0; 80 * MIB as usize];
+    clone.resize(80 * MIB).unwrap();
+    // Holes over the snapshot that are older than everything that is cleaned.
+    clone.discard(0, 4 * MIB).unwrap();
+    for round in 0..1_400u64 {
+        let at = (round * 7 % 40 + 8) * MIB;
+        let bytes = noise(MIB as usize, round);
+        plain[at as usize..(at + MIB) as usize].copy_from_slice(&bytes);
+        clone.write(at, &bytes, false).unwrap();
+    }
+    assert_eq!(requests.take(), []);
+    let log = || {
+        std::fs::read_dir(world.dir.path().join(format!("a/{}", id(2))))
+            .unwrap()
+            .map(|entry| entry.unwrap().metadata().unwrap().len())
+            .sum::<u64>()
+    };
+    assert!(log() < 512 * MIB, "{}", log());
+    assert!(read(&clone, 0, plain.len()) == plain);
+    drop(clone);
+    let clone = host.clone_ephemeral(snap(1), id(2), FlushMode::Local, true).unwrap();
+    assert_eq!(clone.size(), 80 * MIB);
+    assert!(read(&clone, 0, plain.len()) == plain, "after a restart");
+    clone.keep().unwrap();
+    let (elsewhere, _) = world.host("b", quiet());
+    let kept = elsewhere.attach(id(2), &opener(3)).unwrap();
+    assert!(read(&kept, 0, plain.len()) == plain, "kept");
+    drop(kept);
+    elsewhere.remove(id(2), true).unwrap();
+    elsewhere.remove(id(2), true).unwrap();
+    assert!(matches!(elsewhere.attach(id(2), &opener(3)), Err(OpenError::Move(_))));
+}
+
+#[test]
 fn s3_that_is_away_stalls_writes_and_loses_nothing() {
     let world = World::new();
     let limits = Limits { dirty_bytes_max: 4 * MIB, commit_bytes: 2 * MIB, stall_max: Duration::from_millis(300), ..quiet() };

@@ -228,6 +228,8 @@ pub struct Log {
     /// Bytes of it that the file has room for.
     room: u64,
     next: u64,
+    /// Segments before this one are not needed, though S3 has not what is in them.
+    cleaned: u64,
     last_op: u64,
     durable: u64,
     /// Written to since they were last flushed.
@@ -264,7 +266,21 @@ impl Log {
         let Found { end, segments, next, .. } = found;
         let unflushed = segments.values().cloned().collect();
         let (last_op, buffer) = (end.op, Vec::new());
-        Self { of, epoch, segments, current: None, room: 0, next, last_op, durable: 0, unflushed, spares: Vec::new(), buffer, salt }
+        Self {
+            of,
+            epoch,
+            segments,
+            current: None,
+            room: 0,
+            next,
+            cleaned: end.oldest,
+            last_op,
+            durable: 0,
+            unflushed,
+            spares: Vec::new(),
+            buffer,
+            salt,
+        }
     }
 
     /// The epoch that it is written in.
@@ -310,8 +326,7 @@ impl Log {
     /// [`LogError`]: the operation did not happen.
     pub fn append(&mut self, change: Change, data: &[&[u8]]) -> Result<(u64, LogPlace), LogError> {
         let op = self.last_op + u64::from(change != Change::Mark);
-        // Nothing is ever appended again, yet: what lies in no segment lies in S3.
-        let record = Record { change, op, durable: self.durable, oldest: 0 };
+        let record = Record { change, op, durable: self.durable, oldest: self.cleaned };
         let (segment, at) = match self.current.take() {
             Some((segment, at)) if u64::from(at) + record.bytes() <= u64::from(SEGMENT_BYTES) => (segment, at),
             _ => (self.begin_segment()?, RECORDS_FROM),
@@ -395,6 +410,34 @@ impl Log {
             oldest = *number;
         }
         oldest
+    }
+
+    /// The oldest segment, if it is not the one that is appended to: its number, its first operation and its last.
+    #[must_use]
+    pub fn oldest(&self) -> Option<(u64, u64, u64)> {
+        let mut segments = self.segments.values();
+        let (oldest, next) = (segments.next()?, segments.next()?);
+        Some((oldest.number, oldest.first_op, next.first_op.saturating_sub(1)))
+    }
+
+    /// What was the last word in the segments before `oldest` was appended again: says so, and gives them back.
+    ///
+    /// # Errors
+    /// [`LogError`]: they stay.
+    pub fn clean(&mut self, oldest: u64) -> Result<(), LogError> {
+        let before = std::mem::replace(&mut self.cleaned, oldest);
+        if let Err(error) = self.append(Change::Mark, &[]) {
+            self.cleaned = before;
+            return Err(error);
+        }
+        if self.of.lasts
+            && let Some(flush) = self.flush()
+        {
+            flush.wait()?;
+            self.flushed(&flush);
+        }
+        self.give_back(oldest);
+        Ok(())
     }
 
     /// Gives back the segments before `oldest`.

@@ -58,8 +58,10 @@ pub struct Entry {
 pub struct End {
     /// Its last operation; the one that S3 has, if there is none behind.
     pub op: u64,
-    /// The last segment that was fed, or the one before the first.
+    /// The last segment that was fed.
     pub segment: u64,
+    /// Segments before this one are not needed, by what its records say.
+    pub oldest: u64,
 }
 
 /// How far everything opened.
@@ -99,15 +101,16 @@ impl Scan {
         if self.first_op.is_none() {
             self.first_op = Some(header.first_op);
             self.first_segment = header.segment;
-            let (segment, op) = (header.segment.wrapping_sub(1), header.first_op.saturating_sub(1));
-            self.last = Some(Last { epoch: header.epoch, segment, op });
+            self.last = Some(Last { epoch: 0, segment: 0, op: header.first_op.saturating_sub(1) });
         }
+        let first = self.first_segment == header.segment;
         // A later epoch goes on where its recovery found the end: whatever lies behind that end, or in segments after it, was given up then.
         let follows = self.last.is_some_and(|last| {
-            let next = last.segment.wrapping_add(1) == header.segment && last.epoch == header.epoch;
-            last.op.checked_add(1) == Some(header.first_op) && (next || header.epoch > last.epoch)
+            // A number may be left out: a segment that could not be made has one, and no operations.
+            let later = (header.epoch, header.segment) > (last.epoch, last.segment) && header.epoch >= last.epoch;
+            last.op.checked_add(1) == Some(header.first_op) && later
         });
-        match (follows, self.last.as_mut()) {
+        match (follows || first, self.last.as_mut()) {
             (true, Some(last)) => {
                 self.torn = None;
                 (last.epoch, last.segment) = (header.epoch, header.segment);
@@ -166,7 +169,7 @@ impl Scan {
     /// # Errors
     /// [`ScanError`].
     pub fn end(&self) -> Result<End, ScanError> {
-        let Some(Last { op, .. }) = self.last else { return Ok(End { op: self.committed, segment: 0 }) };
+        let Some(Last { op, .. }) = self.last else { return Ok(End { op: self.committed, segment: 0, oldest: 0 }) };
         let first = self.first_op.unwrap_or_default();
         // Segments are given back from the front, and a record that was on the disk before says up to which.
         if first > self.committed.saturating_add(1) && self.first_segment > self.oldest {
@@ -176,7 +179,7 @@ impl Scan {
             let (segment, at) = self.torn.unwrap_or((self.segment, 0));
             return Err(ScanError::Damaged { segment, at, missing: op.saturating_add(1), durable: self.durable });
         }
-        Ok(End { op: op.max(self.committed), segment: self.segment })
+        Ok(End { op: op.max(self.committed), segment: self.segment, oldest: self.oldest })
     }
 }
 
@@ -290,14 +293,14 @@ mod tests {
         let (mut segments, places) = log(6, 2, 0);
         // Operation 3, in the second segment, is torn: 4, 5 and 6 are given up.
         segments[1].1[places[2].1] ^= 1;
-        assert_eq!(scan(&segments, 0), (vec![1, 2], Ok(End { op: 2, segment: 7 })));
+        assert_eq!(scan(&segments, 0), (vec![1, 2], Ok(End { op: 2, segment: 7, oldest: 5 })));
         let family = FamilyKey::new([1; 32]);
         let header = SegmentHeader { volume: VolumeId([1; 16]), epoch: 2, segment: 8, first_op: 3, salt: [9; 16] };
         let mut bytes = header.write(&family).unwrap();
         let record = Record { change: Change::Resize { size: 1 << 20 }, op: 3, durable: 2, oldest: 5 };
         record.write(&header.key(&family).unwrap(), RECORDS_FROM, &[], &mut bytes).unwrap();
         segments.push((header, bytes));
-        assert_eq!(scan(&segments, 0), (vec![1, 2, 3], Ok(End { op: 3, segment: 8 })));
+        assert_eq!(scan(&segments, 0), (vec![1, 2, 3], Ok(End { op: 3, segment: 8, oldest: 5 })));
     }
 
     #[test]
@@ -305,13 +308,13 @@ mod tests {
         let (segments, _) = log(9, 3, 0);
         assert!(matches!(scan(&segments[1..], 0).1, Err(ScanError::Missing { first: 4, needed: 1 })));
         assert_eq!(scan(&segments[1..], 3).1.unwrap().op, 9);
-        assert_eq!(scan(&segments[1..], 5), ((6..=9).collect(), Ok(End { op: 9, segment: 7 })));
+        assert_eq!(scan(&segments[1..], 5), ((6..=9).collect(), Ok(End { op: 9, segment: 7, oldest: 5 })));
         // In the middle: what comes behind the gap is not believed.
         let gap = [segments[0].clone(), segments[2].clone()];
-        assert_eq!(scan(&gap, 0), ((1..=3).collect(), Ok(End { op: 3, segment: 7 })));
+        assert_eq!(scan(&gap, 0), ((1..=3).collect(), Ok(End { op: 3, segment: 7, oldest: 5 })));
         let (segments, _) = log(9, 3, 6);
         let gap = [segments[0].clone(), segments[2].clone()];
         assert!(matches!(scan(&gap, 0).1, Err(ScanError::Damaged { missing: 4, durable: 6, .. })));
-        assert_eq!(scan(&[], 4), (vec![], Ok(End { op: 4, segment: 0 })));
+        assert_eq!(scan(&[], 4), (vec![], Ok(End { op: 4, segment: 0, oldest: 0 })));
     }
 }

@@ -20,6 +20,9 @@ use crate::state::map::Map;
 use crate::state::moves::{self, Create};
 use crate::volume::Volume;
 
+/// Snapshots that are remembered. A host has few at a time; each is some pages and a list of them.
+const BASES_MAX: usize = 64;
+
 /// What clones of a snapshot begin with.
 pub(crate) struct Base {
     pub snapshot: Snapshot,
@@ -51,6 +54,9 @@ impl Host {
         let (snapshot, family) = Snapshot::read(id, &self.keys, &bytes).map_err(at(&key))?;
         let (map, bodies) = self.map(&family, &snapshot.content)?;
         let base = Arc::new(Base { snapshot, family, map, bodies });
+        if bases.len() >= BASES_MAX {
+            bases.retain(|_, base| Arc::strong_count(base) > 1);
+        }
         bases.insert(id, Arc::clone(&base));
         Ok(base)
     }

@@ -21,6 +21,7 @@ use crate::format::page::{Page, Root};
 use crate::format::seal::{ClusterKeys, FamilyKey};
 use crate::io::cache::Cache;
 use crate::io::s3::{Objects, ObjectsError, Put};
+use crate::io::slab::Slab;
 use crate::state::map::{Map, Missing};
 
 /// How often an object is sent when nobody answers; the client below has tried each for a minute.
@@ -47,6 +48,8 @@ pub struct Limits {
     pub ephemeral_bytes_max: u64,
     /// Bytes of extents in memory, all volumes together.
     pub cache_bytes: usize,
+    /// Bytes of extents on the disk, all volumes together; 0: none.
+    pub cache_disk_bytes: u64,
 }
 
 impl Default for Limits {
@@ -61,6 +64,8 @@ impl Default for Limits {
             log_keep_bytes: 256 << 20,
             ephemeral_bytes_max: 16 << 30,
             cache_bytes: 256 << 20,
+            // A file with holes, which grows as it is used.
+            cache_disk_bytes: 4 << 30,
         }
     }
 }
@@ -72,6 +77,7 @@ pub struct Host {
     pub(crate) keys: ClusterKeys,
     pub(crate) dir: PathBuf,
     pub(crate) cache: Cache,
+    pub(crate) slab: Option<Slab>,
     pub(crate) limits: Limits,
     pub(crate) bases: Bases,
 }
@@ -102,7 +108,8 @@ impl Host {
     #[must_use]
     pub fn new(objects: Arc<dyn Objects>, keys: ClusterKeys, dir: PathBuf, runtime: Handle, limits: Limits) -> Arc<Self> {
         let (cache, bases) = (Cache::new(limits.cache_bytes), Mutex::default());
-        Arc::new(Self { objects, runtime, keys, dir, cache, limits, bases })
+        let slab = Slab::new(&dir.join("cache.slab"), limits.cache_disk_bytes);
+        Arc::new(Self { objects, runtime, keys, dir, cache, slab, limits, bases })
     }
 
     /// The directory of a volume.
@@ -147,6 +154,24 @@ impl Host {
     /// Begins writing an object whose name only this writer uses, once.
     pub(crate) fn begin_put(&self, key: String, body: Bytes) -> mpsc::Receiver<Result<String, ObjectsError>> {
         self.begin(|objects| async move { put_new(&*objects, &key, body).await })
+    }
+
+    /// Would a page come without a request?
+    pub(crate) fn has_page(&self, missing: &Missing) -> bool {
+        self.cache.page(missing.at.object, missing.at.frame.offset).is_some()
+    }
+
+    /// Is an extent on the disk?
+    pub(crate) fn on_disk(&self, pack: PackRef, offset: u32) -> bool {
+        self.slab.as_ref().is_some_and(|slab| slab.has(pack, offset))
+    }
+
+    /// Keeps an extent that was fetched.
+    pub(crate) fn keep_extent(&self, pack: PackRef, offset: u32, plain: &Arc<Vec<u8>>) {
+        self.cache.keep_extent(pack, offset, Arc::clone(plain));
+        if let Some(slab) = &self.slab {
+            slab.keep(pack, offset, plain);
+        }
     }
 
     pub(crate) fn page(&self, family: &FamilyKey, missing: &Missing) -> Result<Arc<Page>, FetchError> {

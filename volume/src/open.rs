@@ -57,6 +57,12 @@ pub enum OpenError {
         /// Its directory.
         path: PathBuf,
     },
+    /// It is no volume of its own yet.
+    #[error("{volume} is a clone on this host only: keep it first")]
+    Ephemeral {
+        /// The clone.
+        volume: VolumeId,
+    },
     /// Others change the head all the time, or nobody answers.
     #[error("{volume}: the head can't be taken: {why}")]
     Busy {

@@ -58,7 +58,7 @@ impl Shared {
 
     /// Reads whole blocks.
     pub fn read_blocks(&self, blocks: Range<u64>, into: &mut [u8], wait: bool) -> Option<io::Result<()>> {
-        let (sources, extents) = match self.locate(blocks, wait).transpose()? {
+        let (sources, mut extents) = match self.locate(blocks, wait).transpose()? {
             Ok(found) => found,
             Err(error) => return Some(Err(error)),
         };
@@ -72,7 +72,7 @@ impl Shared {
                     Ok(())
                 }
                 Source::Log(segment, place) => segment.read(place, part).map_err(|error| self.log_error(&error)),
-                Source::Extent(pack, stored) => copy(&extents, pack, &stored, part),
+                Source::Extent(pack, stored) => self.part_of_extent(&mut extents, pack, &stored, part, wait)?,
                 Source::Gone => Err(io::Error::new(io::ErrorKind::InvalidData, format!("{}: a segment of the log is gone", self.id))),
             };
             if done.is_err() {
@@ -80,6 +80,23 @@ impl Shared {
             }
         }
         Some(Ok(()))
+    }
+
+    /// A part of an extent: from those at hand, from the disk's cache, or, if that has lost it since, from S3.
+    fn part_of_extent(&self, extents: &mut Extents, pack: PackRef, stored: &Stored, into: &mut [u8], wait: bool) -> Option<io::Result<()>> {
+        let offset = stored.frame.offset;
+        if !extents.contains_key(&(pack, offset)) {
+            if self.host.slab.as_ref().is_some_and(|slab| slab.read(pack, offset, stored.skip as usize, into)) {
+                return Some(Ok(()));
+            }
+            if !wait {
+                return None;
+            }
+            if let Err(error) = self.fetch(vec![(pack, *stored)], extents) {
+                return Some(Err(self.fetch_error(&error)));
+            }
+        }
+        Some(copy(extents, pack, stored, into))
     }
 
     /// Where blocks lie, and the extents among them. `Ok(None)`: it would have to wait.
@@ -93,14 +110,18 @@ impl Shared {
                 (missing, self.extents_here(&state, &sources))
             };
             match missing {
-                Some(_) if !wait => return Ok(None),
+                Some(missing) if !wait && !self.host.has_page(&missing) => return Ok(None),
                 Some(missing) => self.load_page(&missing)?,
                 None => {
                     let mut extents = bodies.map_err(|error| self.fetch_error(&error))?;
                     let wanted: Vec<(PackRef, Stored)> = sources
                         .iter()
                         .filter_map(|(_, source)| match source {
-                            Source::Extent(pack, stored) if !extents.contains_key(&(*pack, stored.frame.offset)) => Some((*pack, *stored)),
+                            Source::Extent(pack, stored) => {
+                                let key = (*pack, stored.frame.offset);
+                                let here = extents.contains_key(&key) || self.host.on_disk(key.0, key.1);
+                                (!here).then_some((*pack, *stored))
+                            }
                             _ => None,
                         })
                         .collect();
@@ -162,7 +183,7 @@ impl Shared {
                 let from = (stored.frame.offset - start) as usize;
                 let part = bytes.get(from..from + stored.frame.stored as usize).unwrap_or_default();
                 let plain = Arc::new(open_extent(&self.family, &pack, &stored, part).map_err(at(&key))?);
-                self.host.cache.keep_extent(pack, stored.frame.offset, Arc::clone(&plain));
+                self.host.keep_extent(pack, stored.frame.offset, &plain);
                 into.insert((pack, stored.frame.offset), plain);
             }
         }

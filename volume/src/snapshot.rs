@@ -20,6 +20,9 @@ impl Volume {
     /// [`OpenError`].
     pub fn snapshot(&self, id: SnapshotId) -> Result<(), OpenError> {
         let shared = &self.shared;
+        if shared.ephemeral {
+            return Err(OpenError::Ephemeral { volume: shared.id });
+        }
         let mut commits = lock(&shared.commits);
         shared.commit_with(&mut commits, true)?;
         let snapshot = moves::snapshot(&commits.head, id, false, now_ms())?;

@@ -31,7 +31,7 @@ fn figures() {
     let volume = host.attach(id(1), &opener(1)).unwrap();
     let (large, mut into) = (noise(MIB as usize, 1), vec![0; MIB as usize]);
     let place = |n: u64| n.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 46 << 12;
-    let raw = std::fs::File::options().read(true).write(true).create_new(true).open(world.dir.path().join("raw")).unwrap();
+    let raw = std::fs::File::options().read(true).write(true).create_new(true).open(world.dir.join("raw")).unwrap();
 
     timed("1 MiB writes, in order", 1024, MIB, |n| volume.write(n * MIB, &large, false).unwrap());
     timed("  a plain file", 1024, MIB, |n| raw.write_all_at(&large, n * MIB).unwrap());

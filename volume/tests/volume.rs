@@ -139,7 +139,7 @@ fn of_two_writers_exactly_one_commits() {
     // Its log is put aside and not mixed in when this host has the volume again.
     let third = a.attach(id(1), &Opener { force: true, resume: true, ..opener(1) }).unwrap();
     assert!(read(&third, 0, 4096) == [1; 4096] && read(&third, 4096, 4096) == [2; 4096]);
-    let aside = std::fs::read_dir(world.dir.path().join("a"))
+    let aside = std::fs::read_dir(world.dir.join("a"))
         .unwrap()
         .filter(|entry| entry.as_ref().unwrap().file_name().to_str().unwrap().contains("lost"));
     assert_eq!(aside.count(), 1);
@@ -292,7 +292,7 @@ fn a_clone_that_overwrites_much_keeps_a_log_of_what_it_needs() {
     }
     assert_eq!(requests.take(), []);
     let log = || {
-        std::fs::read_dir(world.dir.path().join(format!("a/{}", id(2))))
+        std::fs::read_dir(world.dir.join(format!("a/{}", id(2))))
             .unwrap()
             .map(|entry| entry.unwrap().metadata().unwrap().len())
             .sum::<u64>()
@@ -311,6 +311,34 @@ fn a_clone_that_overwrites_much_keeps_a_log_of_what_it_needs() {
     elsewhere.remove(id(2), true).unwrap();
     elsewhere.remove(id(2), true).unwrap();
     assert!(matches!(elsewhere.attach(id(2), &opener(3)), Err(OpenError::Move(_))));
+}
+
+#[test]
+fn the_cache_on_the_disk_spares_requests_and_may_be_damaged() {
+    let world = World::new();
+    let (host, _) = world.host("a", quiet());
+    host.create(new(id(1), 64 * MIB, FlushMode::Local)).unwrap();
+    let volume = host.attach(id(1), &opener(1)).unwrap();
+    let plain = noise(8 * MIB as usize, 1);
+    volume.write(0, &plain, false).unwrap();
+    volume.snapshot(snap(1)).unwrap();
+    let (elsewhere, requests) = world.host("b", Limits { cache_bytes: 1 << 20, ..quiet() });
+    let clone = elsewhere.clone_ephemeral(snap(1), id(2), FlushMode::Local, true).unwrap();
+    assert!(read(&clone, 0, plain.len()) == plain);
+    requests.take();
+    let other = elsewhere.clone_ephemeral(snap(1), id(3), FlushMode::Local, true).unwrap();
+    let mut into = vec![0; 5_000];
+    for at in (0..plain.len() - 5_000).step_by(70_001) {
+        other.read_ready(at as u64, &mut into).unwrap().unwrap();
+        assert!(into == plain[at..at + 5_000]);
+    }
+    assert_eq!(requests.take(), []);
+    let slab = std::fs::File::options().write(true).open(world.dir.join("b/cache.slab")).unwrap();
+    std::os::unix::fs::FileExt::write_all_at(&slab, &noise(4 * MIB as usize, 2), 0).unwrap();
+    assert!(read(&other, 0, plain.len()) == plain, "what is damaged is fetched again");
+    assert!(!requests.take().is_empty());
+    slab.set_len(0).unwrap();
+    assert!(read(&clone, 0, plain.len()) == plain, "gone");
 }
 
 #[test]

@@ -34,6 +34,8 @@ pub mod page;
 pub mod pin;
 pub mod seal;
 pub mod snapshot;
+#[cfg(test)]
+mod tests;
 
 /// Unit of everything: the block of the disk. Guests' pages and file systems' blocks have this size.
 pub const BLOCK_BYTES: usize = 4096;

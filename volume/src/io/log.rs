@@ -470,7 +470,11 @@ fn make(path: &Path) -> io::Result<()> {
 fn take_room(file: &File, room: &mut u64, end: u64) -> io::Result<()> {
     let step = (*room).clamp(ROOM_FIRST, ROOM_STEP_MAX);
     let whole = (*room + step).max(end).min(SEGMENT_BYTES.into());
-    rustix::fs::fallocate(file, rustix::fs::FallocateFlags::empty(), 0, whole)?;
+    match rustix::fs::fallocate(file, rustix::fs::FallocateFlags::empty(), 0, whole) {
+        // A file system that takes no room ahead: writes find out.
+        Err(rustix::io::Errno::OPNOTSUPP) => file.set_len(whole)?,
+        taken => taken?,
+    }
     *room = whole;
     Ok(())
 }

@@ -229,10 +229,14 @@ impl Disk {
         }
         self.content.check("it").unwrap();
         self.committed = until;
-        // Segments that S3 has are given back, and their blocks are read from there.
+        self.give_back();
+    }
+
+    /// Segments that S3 has are given back, and their blocks are read from there.
+    fn give_back(&mut self) {
         let keep = self.segments.len() - 1;
         let oldest = self.segments[keep].0.segment;
-        self.overlay.forget(until, oldest);
+        self.overlay.forget(self.committed, oldest);
         self.segments.drain(..keep);
     }
 

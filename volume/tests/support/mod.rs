@@ -97,9 +97,10 @@ impl Objects for Counted {
 
 /// A bucket.
 pub struct World {
-    pub dir: tempfile::TempDir,
+    pub dir: std::path::PathBuf,
     pub runtime: Runtime,
-    server: Option<EmbeddedServer>,
+    endpoint: String,
+    _mine: Option<(tempfile::TempDir, EmbeddedServer)>,
 }
 
 impl World {
@@ -109,20 +110,32 @@ impl World {
         let config =
             EmbeddedConfig { root, bind: "127.0.0.1:0".parse().unwrap(), access_key: "k".into(), secret_key: "s".into(), reserve_bytes: 0 };
         let server = runtime.block_on(EmbeddedServer::start(config)).unwrap();
-        let world = Self { dir, runtime, server: Some(server) };
+        let (path, endpoint) = (dir.path().to_owned(), server.endpoint());
+        let world = Self { dir: path, runtime, endpoint, _mine: Some((dir, server)) };
         world.runtime.block_on(async { world.store().await.ensure_bucket().await }).unwrap();
         world
     }
 
+    /// Where another process finds it.
+    pub fn address(&self) -> String {
+        format!("{} {}", self.endpoint, self.dir.display())
+    }
+
+    /// The world of another process.
+    pub fn join(address: &str) -> Self {
+        let (endpoint, dir) = address.split_once(' ').unwrap();
+        Self { dir: dir.into(), runtime: Runtime::new().unwrap(), endpoint: endpoint.into(), _mine: None }
+    }
+
     async fn store(&self) -> Store {
-        Store::connect(&StoreConfig::new(&self.server.as_ref().unwrap().endpoint(), "volley", "k", "s")).await.unwrap()
+        Store::connect(&StoreConfig::new(&self.endpoint, "volley", "k", "s")).await.unwrap()
     }
 
     /// A host of this name; the same name is the same disk.
     pub fn host(&self, name: &str, limits: Limits) -> (Arc<Host>, Arc<Counted>) {
         let store = self.runtime.block_on(self.store());
         let objects = Arc::new(Counted { store, requests: Mutex::default(), faults: Mutex::default(), away: false.into() });
-        let dir = self.dir.path().join(name);
+        let dir = self.dir.join(name);
         std::fs::create_dir_all(&dir).unwrap();
         let keys = ClusterKeys::new(&[[1; 32]]).unwrap();
         (Host::new(Arc::clone(&objects) as Arc<dyn Objects>, keys, dir, self.runtime.handle().clone(), limits), objects)

@@ -59,7 +59,7 @@ fn what_a_killed_process_had_written_is_there() {
     let (mut plain, mut next) = (vec![0; (BLOCKS * 4096) as usize], 1);
     for round in 0..rounds {
         let mut child = start(&world, next);
-        let target = next + 1 + u64::from(noise(2, round)[0]) * 4;
+        let target = next + 1 + u64::from(noise(2, round)[0]) * 40;
         let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
         let mut done = next - 1;
         for line in lines.by_ref() {

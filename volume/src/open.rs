@@ -273,6 +273,7 @@ impl Host {
             room: Condvar::new(),
             wake: Condvar::new(),
             sync: Mutex::new(()),
+            ahead: Default::default(),
             commits: Mutex::new(Commits { seq: head.seq, head, tag, pending: None }),
             _lock: file,
         });

@@ -2,10 +2,11 @@
 //!
 //! Owns finding out where each block lies and fetching what lies elsewhere, neighbours with one request. Does not own the order of writes.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::io;
 use std::ops::Range;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use crate::device::Piece;
 use crate::format::extent::{PackRef, Stored};
@@ -21,6 +22,8 @@ use crate::volume::{Shared, State, blocks_of};
 
 /// Bytes of neighbouring extents that one request fetches. Longer ones would keep the first block waiting for the last.
 const FETCH_BYTES_MAX: u64 = 1 << 20;
+/// Blocks that are fetched ahead at first, and at most, when reads follow each other: 128 KiB to 4 MiB. More would push out what others want.
+const AHEAD_BLOCKS: std::ops::RangeInclusive<u64> = 32..=1_024;
 
 /// Where a run of blocks has its bytes.
 #[derive(Clone)]
@@ -92,7 +95,7 @@ impl Shared {
             if !wait {
                 return None;
             }
-            if let Err(error) = self.fetch(vec![(pack, *stored)], extents) {
+            if let Err(error) = self.fetch(vec![(pack, *stored)], Vec::new(), extents) {
                 return Some(Err(self.fetch_error(&error)));
             }
         }
@@ -101,6 +104,7 @@ impl Shared {
 
     /// Where blocks lie, and the extents among them. `Ok(None)`: it would have to wait.
     fn locate(&self, blocks: Range<u64>, wait: bool) -> io::Result<Option<(Vec<(u64, Source)>, Extents)>> {
+        let follows = self.ahead.0.swap(blocks.end, Ordering::Relaxed) == blocks.start;
         loop {
             let mut sources = Vec::new();
             let (missing, bodies) = {
@@ -114,25 +118,48 @@ impl Shared {
                 Some(missing) => self.load_page(&missing)?,
                 None => {
                     let mut extents = bodies.map_err(|error| self.fetch_error(&error))?;
-                    let wanted: Vec<(PackRef, Stored)> = sources
-                        .iter()
-                        .filter_map(|(_, source)| match source {
-                            Source::Extent(pack, stored) => {
-                                let key = (*pack, stored.frame.offset);
-                                let here = extents.contains_key(&key) || self.host.on_disk(key.0, key.1);
-                                (!here).then_some((*pack, *stored))
-                            }
-                            _ => None,
-                        })
-                        .collect();
-                    if !wanted.is_empty() && !wait {
+                    let wanted = self.elsewhere(&sources, &extents);
+                    if wanted.is_empty() {
+                        return Ok(Some((sources, extents)));
+                    }
+                    if !wait {
                         return Ok(None);
                     }
-                    self.fetch(wanted, &mut extents).map_err(|error| self.fetch_error(&error))?;
+                    let ahead = self.ahead_of(blocks.end, follows, &extents);
+                    self.fetch(wanted, ahead, &mut extents).map_err(|error| self.fetch_error(&error))?;
                     return Ok(Some((sources, extents)));
                 }
             }
         }
+    }
+
+    /// The extents that must be fetched.
+    fn elsewhere(&self, sources: &[(u64, Source)], extents: &Extents) -> Vec<(PackRef, Stored)> {
+        let far = |(_, source): &(u64, Source)| {
+            let Source::Extent(pack, stored) = source else { return None };
+            let key = (*pack, stored.frame.offset);
+            let here = extents.contains_key(&key) || self.host.on_disk(key.0, key.1);
+            (!here).then_some((*pack, *stored))
+        };
+        sources.iter().filter_map(far).collect()
+    }
+
+    /// What is likely to be read next and must be fetched, for a read that fetches anyway: more each time that reads follow each other.
+    fn ahead_of(&self, block: u64, follows: bool, extents: &Extents) -> Vec<(PackRef, Stored)> {
+        let before = self.ahead.1.load(Ordering::Relaxed);
+        let window = if follows { (before * 2).clamp(*AHEAD_BLOCKS.start(), *AHEAD_BLOCKS.end()) } else { 0 };
+        self.ahead.1.store(window, Ordering::Relaxed);
+        let mut sources = Vec::new();
+        let state = lock(&self.state);
+        let end = (block + window).min(state.size / BLOCK);
+        if block < end {
+            // A page that is not loaded ends it.
+            sources_of(&state, block..end, &mut sources);
+        }
+        // What lies in the head needs no request.
+        let mut far = self.elsewhere(&sources, extents);
+        far.retain(|(pack, stored)| !state.bodies.contains_key(pack) && self.host.cache.extent(*pack, stored.frame.offset).is_none());
+        far
     }
 
     /// The extents that the cache or the head has.
@@ -153,8 +180,11 @@ impl Shared {
         Ok(extents)
     }
 
-    /// Fetches extents, those that are neighbours in a pack with one request, all requests at once.
-    fn fetch(&self, mut wanted: Vec<(PackRef, Stored)>, into: &mut Extents) -> Result<(), FetchError> {
+    /// Fetches extents, those that are neighbours in a pack with one request, all requests at once. What goes wrong with those that are only fetched
+    /// `ahead` is nobody's concern yet.
+    fn fetch(&self, mut wanted: Vec<(PackRef, Stored)>, ahead: Vec<(PackRef, Stored)>, into: &mut Extents) -> Result<(), FetchError> {
+        let must: HashSet<ExtentKey> = wanted.iter().map(|(pack, stored)| (*pack, stored.frame.offset)).collect();
+        wanted.extend(ahead);
         wanted.sort_by_key(|(pack, stored)| (*pack, stored.frame.offset));
         wanted.dedup_by_key(|(pack, stored)| (*pack, stored.frame.offset));
         let mut groups: Vec<Vec<(PackRef, Stored)>> = Vec::new();
@@ -178,11 +208,19 @@ impl Shared {
         let requests: Vec<_> = groups.into_iter().filter_map(begin).collect();
         for (pack, start, request, group) in requests {
             let key = pack.key();
-            let bytes = Host::end(&key, &request)?;
+            let bytes = match Host::end(&key, &request) {
+                Err(error) if group.iter().any(|(pack, stored)| must.contains(&(*pack, stored.frame.offset))) => return Err(error.into()),
+                Err(_) => continue,
+                Ok(bytes) => bytes,
+            };
             for (pack, stored) in group {
                 let from = (stored.frame.offset - start) as usize;
                 let part = bytes.get(from..from + stored.frame.stored as usize).unwrap_or_default();
-                let plain = Arc::new(open_extent(&self.family, &pack, &stored, part).map_err(at(&key))?);
+                let plain = match open_extent(&self.family, &pack, &stored, part) {
+                    Err(error) if must.contains(&(pack, stored.frame.offset)) => return Err(at(&key)(error)),
+                    Err(_) => continue,
+                    Ok(plain) => Arc::new(plain),
+                };
                 self.host.keep_extent(pack, stored.frame.offset, &plain);
                 into.insert((pack, stored.frame.offset), plain);
             }

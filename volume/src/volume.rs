@@ -7,6 +7,7 @@
 
 use std::collections::HashMap;
 use std::io;
+use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Condvar, Mutex};
 use std::thread::JoinHandle;
 
@@ -104,6 +105,8 @@ pub(crate) struct Shared {
     /// Told when there is something to commit.
     pub wake: Condvar,
     pub sync: Mutex<()>,
+    /// The block behind the last read, and how many blocks were fetched ahead of one.
+    pub ahead: (AtomicU64, AtomicU64),
     pub commits: Mutex<Commits>,
     /// Keeps other processes of the host out of the volume's directory.
     pub _lock: std::fs::File,

@@ -217,6 +217,23 @@ fn a_large_write_is_few_objects() {
         assert!(read(&volume, round * MIB, MIB as usize) == noise(MIB as usize, round), "{round}");
     }
     assert!(requests.take().len() < 256 * 2 + 30);
+    drop(volume);
+    // Small reads that follow each other are few requests, and reads here and there fetch nothing beside what they want.
+    let (third, requests) = world.host("c", quiet());
+    let volume = third.attach(id(1), &Opener { force: true, ..opener(3) }).unwrap();
+    read(&volume, 100 * MIB, 4096);
+    requests.take();
+    for part in 0..512u64 {
+        let at = 64 * MIB + part * 32_768;
+        assert!(read(&volume, at, 32_768) == noise(MIB as usize, at / MIB)[(at % MIB) as usize..][..32_768]);
+    }
+    let made = requests.take().len();
+    assert!(made < 40, "16 MiB in pieces of 32 KiB: {made}");
+    for part in 0..10u64 {
+        read(&volume, (200 - part) * MIB, 4096);
+    }
+    let made = requests.take();
+    assert!(made.iter().filter(|(_, key)| key.contains("/p/")).count() == 10, "{made:?}");
 }
 
 #[test]

@@ -1,7 +1,7 @@
 //! Durable block volumes: a log on the host's disk, packs of extents in S3, and one small head that decides.
 //!
-//! Owns the format of all that is stored (`format`), the pure rules (`state`) and the volume itself. Does not own the protocols it is served with
-//! by more than the seam ([`device`]), nor the S3 client (`volley-store`).
+//! Owns the format of all that is stored (`format`), the pure rules (`state`), the volume itself, and serving it (`serve`, through the seam [`device`]).
+//! Does not own the S3 client (`volley-store`).
 
 mod clean;
 mod clone;
@@ -17,6 +17,7 @@ mod promote;
 mod read;
 mod remove;
 mod resize;
+pub mod serve;
 mod snapshot;
 pub mod state;
 mod verify;

@@ -9,6 +9,7 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Condvar, Mutex};
+use std::time::Duration;
 
 use rustix::fs::{FallocateFlags, SeekFrom, fallocate, seek};
 use volley_volume::device::{Device, Piece};
@@ -102,20 +103,27 @@ impl FileDevice {
         cold.iter().any(|range| range.start < offset + len && offset < range.end)
     }
 
-    fn wait(&self, offset: u64, len: u64) {
+    /// Waits until it is warm; was it not?
+    fn wait(&self, offset: u64, len: u64) -> bool {
         let mut cold = self.cold.lock().unwrap();
+        let mut waited = false;
         while Self::is_cold(&cold, offset, len) {
+            waited = true;
             cold = self.warmed.wait(cold).unwrap();
         }
+        waited
     }
 
     /// Changes a block in part: read, wait for whoever else is there, write.
     fn patch(&self, offset: u64, bytes: &[u8]) -> io::Result<()> {
         let begin = offset - offset % BLOCK;
         let len = BLOCK.min(self.size() - begin);
-        self.wait(begin, len);
+        let waited = self.wait(begin, len);
         let mut block = self.bytes(begin, len as usize);
-        std::thread::yield_now();
+        if waited {
+            // Whoever waited with this one reads the same now.
+            std::thread::sleep(Duration::from_millis(2));
+        }
         let at = (offset - begin) as usize;
         block[at..at + bytes.len()].copy_from_slice(bytes);
         self.file.write_all_at(&block, begin)

@@ -300,18 +300,23 @@ impl Link {
     /// Replies, for as long as the kernel asks. `first` is a connection that was made.
     pub fn run(&self, first: Connected) {
         let mut next = Some(first);
-        while let Some(connected) = next.take().or_else(|| self.connect_again()) {
+        let mut away = None;
+        while let Some(connected) = next.take().or_else(|| self.connect_again(&mut away)) {
             let Some((connection, again)) = self.take_up(connected) else { return };
+            let mut replied = false;
             let result = thread::scope(|scope| {
                 // Beside reading replies: a server that waits for us to read would never take the rest.
                 let resend = || again.iter().for_each(|(cookie, pending)| connection.send(*cookie, &pending.wish));
                 if !again.is_empty() && thread::Builder::new().name("fuse-resend".into()).spawn_scoped(scope, resend).is_err() {
                     return Err(io::Error::other("no thread to send requests again"));
                 }
-                let result = self.replies(&connection);
+                let result = self.replies(&connection, &mut replied);
                 let _ = connection.stream.shutdown(Shutdown::Both);
                 result
             });
+            if replied || again.is_empty() {
+                away = None;
+            }
             let mut state = self.lock();
             state.connection = None;
             if state.ended {
@@ -341,31 +346,35 @@ impl Link {
         Some((connection, again))
     }
 
-    /// None: it has ended.
-    fn connect_again(&self) -> Option<Connected> {
-        let began = Instant::now();
-        let mut pause = PAUSE_MIN;
+    /// Connects when the server is back. `away` is since when requests wait for it: to be there and go again without a reply is not to
+    /// be back. None: it has ended.
+    fn connect_again(&self, away: &mut Option<Instant>) -> Option<Connected> {
+        // At once, unless that was of no use just now.
+        let mut pause = away.map(|_| PAUSE_MAX);
+        let began = *away.get_or_insert_with(Instant::now);
         loop {
-            let size = {
-                let state = self.lock();
-                if state.ended {
-                    return None;
-                }
-                state.export.size
-            };
-            match open(&self.server) {
-                Ok(connected) if connected.1.size >= size => return Some(connected),
-                Ok((_, export)) => tracing::error!(size, now = export.size, "the volume is smaller than it was; it is not taken"),
-                Err(e) => tracing::debug!(socket = %self.server.socket.display(), error = %e, "the server of a volume is not back yet"),
-            }
             let mut state = self.lock();
             if began.elapsed() >= self.server.patience && !state.failing {
                 tracing::error!(socket = %self.server.socket.display(), "the server of a volume does not come back: requests fail");
                 self.give_up(&mut state);
             }
-            // An end wakes it.
-            drop(self.changed.wait_timeout(state, pause));
-            pause = (pause * 2).min(PAUSE_MAX);
+            if let Some(pause) = pause
+                && !state.ended
+            {
+                // An end wakes it; so does room, which does no harm.
+                state = self.changed.wait_timeout(state, pause).unwrap_or_else(PoisonError::into_inner).0;
+            }
+            if state.ended {
+                return None;
+            }
+            let size = state.export.size;
+            drop(state);
+            match open(&self.server) {
+                Ok(connected) if connected.1.size >= size => return Some(connected),
+                Ok((_, export)) => tracing::error!(size, now = export.size, "the volume is smaller than it was; it is not taken"),
+                Err(e) => tracing::debug!(socket = %self.server.socket.display(), error = %e, "the server of a volume is not back yet"),
+            }
+            pause = Some(pause.map_or(PAUSE_MIN, |pause| (pause * 2).min(PAUSE_MAX)));
         }
     }
 
@@ -378,8 +387,8 @@ impl Link {
         self.changed.notify_all();
     }
 
-    /// Replies of one connection, until it ends.
-    fn replies(&self, connection: &Connection) -> io::Result<()> {
+    /// Replies of one connection, until it ends; `replied` when there was one.
+    fn replies(&self, connection: &Connection, replied: &mut bool) -> io::Result<()> {
         let mut incoming = Incoming::new(&connection.stream);
         let mut answer = vec![0; ANSWER_HEAD_BYTES + TRANSFER_BYTES_MAX as usize];
         loop {
@@ -407,6 +416,7 @@ impl Link {
             let mut state = self.lock();
             // Only this thread takes requests out.
             let Some(pending) = state.pending.remove(&cookie) else { continue };
+            *replied = true;
             state.bytes = state.bytes.saturating_sub(pending.wish.bytes());
             match read {
                 Some(len) => {

@@ -111,3 +111,91 @@ fn receive<S: Read>(stream: &mut S) -> Result<(u32, Vec<u8>), ClientError> {
     stream.read_exact(&mut data)?;
     Ok((kind, data))
 }
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::serve::nbd::handshake::{self, Handshake, MESSAGE_BYTES_MAX, Step};
+
+    /// The other end, which has said something and keeps what it is told.
+    struct Said {
+        says: io::Cursor<Vec<u8>>,
+        told: Vec<u8>,
+    }
+
+    impl Said {
+        fn new(says: Vec<u8>) -> Self {
+            Self { says: io::Cursor::new(says), told: Vec::new() }
+        }
+    }
+
+    impl Read for Said {
+        fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+            self.says.read(buffer)
+        }
+    }
+
+    impl Write for Said {
+        fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+            self.told.extend(bytes);
+            Ok(bytes.len())
+        }
+
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    /// All that our server says to a client that asks for `name` at once.
+    fn server(name: &str, size: u64) -> Vec<u8> {
+        let mut says = Vec::new();
+        let export = handshake::Export { name: "disk".into(), size, read_only: false };
+        let mut server = Handshake::new(export, &mut says);
+        let mut client = Said::new(says.clone());
+        let _ = negotiate(&mut client, name);
+        let mut told = &client.told[..];
+        while let Ok(Step::Took(bytes)) = server.take(told, &mut says) {
+            told = &told[bytes..];
+        }
+        says
+    }
+
+    #[test]
+    fn our_server_is_understood() {
+        for name in ["", "disk"] {
+            let export = negotiate(&mut Said::new(server(name, 7_777)), name).unwrap();
+            assert_eq!(export, Export { size: 7_777, flags: 0b110_1101 });
+        }
+        let refused = negotiate(&mut Said::new(server("other", 1)), "other");
+        assert!(matches!(refused, Err(ClientError::Refused(answer::ERR_UNKNOWN))));
+    }
+
+    #[test]
+    fn a_server_that_stops_in_the_middle_is_none() {
+        let says = server("", 1);
+        for len in 0..says.len() {
+            assert!(negotiate(&mut Said::new(says[..len].to_vec()), "").is_err(), "{len}");
+        }
+    }
+
+    #[test]
+    fn a_server_is_not_believed_to_say_much() {
+        let mut says = server("", 1)[..18].to_vec();
+        says.extend(OPTION_REPLY_MAGIC.to_be_bytes());
+        says.extend([option::GO, answer::INFO, u32::MAX].iter().flat_map(|field| field.to_be_bytes()));
+        says.resize(MESSAGE_BYTES_MAX * 2, 0);
+        assert!(matches!(negotiate(&mut Said::new(says), ""), Err(ClientError::Protocol(_))));
+    }
+
+    proptest! {
+        #[test]
+        fn whatever_a_server_says_ends_well(at in 0usize..120, noise in proptest::collection::vec(any::<u8>(), 1..60)) {
+            let mut says = server("", 1);
+            says.truncate(at);
+            says.extend(noise);
+            let _ = negotiate(&mut Said::new(says), "");
+        }
+    }
+}

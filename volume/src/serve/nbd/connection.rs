@@ -163,6 +163,7 @@ impl Connection<'_, '_> {
             What::Read { .. } => self.read_simple(head)?,
             What::Write { fua } => return self.write(head, fua),
             What::Flush => self.submit(Job { cookie, kind: Kind::Flush })?,
+            What::Trim { fua } | What::Zero { fua, .. } if len == 0 => self.changed(cookie, Ok(()), fua)?,
             What::Trim { fua } if self.must_wait(offset, len) => self.submit(Job { cookie, kind: Kind::Trim { offset, len, fua } })?,
             What::Trim { fua } => {
                 let result = self.device.discard(offset, len);

@@ -40,15 +40,22 @@ fn qemu_writes_through_restarts_of_the_server() {
     let mut qemu =
         Killed(Command::new("qemu-io").args(["--image-opts", &image]).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap());
     let mut input = qemu.0.stdin.take().unwrap();
+    // That it could not connect at first is no restart.
+    let disk = File::open(dir.path().join("disk")).unwrap();
+    writeln!(input, "write -q -P 255 {} 512", size - 512).unwrap();
+    soon("QEMU", || {
+        let mut byte = [0];
+        disk.read_exact_at(&mut byte, size - 1).is_ok_and(|()| byte == [255])
+    });
     let asked = Arc::new(AtomicU64::new(0));
     let stop = Arc::new(AtomicBool::new(false));
     let (counted, stopped) = (Arc::clone(&asked), Arc::clone(&stop));
     // As it reads one command after the other, and a pipe holds a few thousand, this is not far ahead of it.
     let writing = std::thread::spawn(move || {
-        let mut last = vec![0u8; 1024];
+        let mut last = vec![0u8; 1023];
         let mut i = 0u64;
         while !stopped.load(Ordering::SeqCst) {
-            let (slot, value) = (i * 37 % 1024, (i % 250 + 1) as u8);
+            let (slot, value) = (i * 37 % 1023, (i % 250 + 1) as u8);
             last[slot as usize] = value;
             let padding = " ".repeat(400);
             writeln!(input, "write -q {} -P {value} {} 64k{padding}", if i.is_multiple_of(16) { "-f" } else { "" }, slot * 65_536).unwrap();
@@ -69,7 +76,6 @@ fn qemu_writes_through_restarts_of_the_server() {
     assert!(!told.contains("failed") && !told.contains("error"), "{told}");
     assert!(qemu.0.wait().unwrap().success());
     drop(running);
-    let disk = File::open(dir.path().join("disk")).unwrap();
     let mut block = vec![0; 65_536];
     for (slot, value) in last.iter().enumerate() {
         disk.read_exact_at(&mut block, slot as u64 * 65_536).unwrap();

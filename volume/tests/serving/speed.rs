@@ -1,6 +1,7 @@
 //! How fast it is, beside `qemu-nbd` with a raw file: one client for both, one after the other, in turns.
 
 use std::io::{Read, Write};
+use std::os::unix::fs::FileExt;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::Command;
@@ -12,7 +13,8 @@ use volley_volume::serve::nbd::wire::{RequestHead, SIMPLE_REPLY_BYTES, command, 
 use volley_volume::serve::socket::Socket;
 
 use crate::device::FileDevice;
-use crate::process::{Killed, place};
+use crate::file::{Mounted, possible};
+use crate::process::{Killed, place, server};
 use crate::{have, soon};
 
 const SIZE: u64 = 512 << 20;
@@ -101,5 +103,47 @@ fn beside_qemu_nbd() {
             rates[ROUNDS / 2]
         });
         println!("{name:<28} {ours:>12.0} {theirs:>12.0} {:>7.2}", ours / theirs);
+    }
+}
+
+/// Calls a second of one user of a file, or of the socket behind it.
+fn calls(mut one: impl FnMut(u64)) -> f64 {
+    let (begin, mut done) = (Instant::now(), 0u64);
+    while begin.elapsed() < TIME {
+        one(done.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 20);
+        done += 1;
+    }
+    done as f64 / begin.elapsed().as_secs_f64()
+}
+
+/// `cargo test -p volley-volume --test serving speed -- --ignored --nocapture`
+#[test]
+#[ignore = "a measurement, not a check"]
+fn the_file_beside_the_socket() {
+    if !possible() {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let mut disk = std::fs::File::create(dir.path().join("disk")).unwrap();
+    (0..SIZE >> 20).for_each(|_| disk.write_all(&[1; 1 << 20]).unwrap());
+    let _server = server(dir.path(), SIZE);
+    let mut socket = [0.0; 4];
+    let kinds =
+        [(command::READ, 4096, true), (command::WRITE, 4096, true), (command::READ, 1 << 20, false), (command::WRITE, 1 << 20, false)];
+    for (rate, (command, len, random)) in socket.iter_mut().zip(kinds) {
+        *rate = measure(&dir.path().join("socket"), command, len, 1, random);
+    }
+    let _mounted = Mounted::new(dir.path(), 0, None, Duration::from_secs(60));
+    let file = std::fs::File::options().read(true).write(true).open(dir.path().join("file")).unwrap();
+    let mut bytes = vec![7; 1 << 20];
+    println!("{:<28} {:>12} {:>12}", "operations a second", "the file", "the socket");
+    for (socket, (command, len, _)) in socket.into_iter().zip(kinds) {
+        let blocks = SIZE / u64::from(len);
+        let bytes = &mut bytes[..len as usize];
+        let rate = calls(|n| {
+            let offset = n % blocks * u64::from(len);
+            if command == command::READ { file.read_exact_at(bytes, offset).unwrap() } else { file.write_all_at(bytes, offset).unwrap() }
+        });
+        println!("{:<28} {rate:>12.0} {socket:>12.0}", format!("{len} bytes, {}", if command == command::READ { "read" } else { "write" }));
     }
 }

@@ -113,6 +113,7 @@ impl Socket {
             path: path.clone(),
             peers: place.peers.clone(),
             export: place.export.clone(),
+            refused: 0,
         };
         let mut socket = Self { path, dir, file: place.file.clone(), is, listener, shared, thread: None };
         let thread = thread::Builder::new().name("nbd-accept".into()).stack_size(STACK_BYTES).spawn(move || serving.run());
@@ -213,17 +214,18 @@ struct Serving {
     path: PathBuf,
     peers: Vec<u32>,
     export: String,
+    refused: u64,
 }
 
 impl Serving {
-    fn run(self) {
+    fn run(mut self) {
         let mut client: Option<JoinHandle<()>> = None;
         while let Some(stream) = self.accept() {
             if !self.may(&stream) {
                 continue;
             }
             if !self.has_place() {
-                tracing::warn!(socket = %self.path.display(), "a second client of a volume is refused");
+                self.refuse(None);
                 continue;
             }
             // The former one has let go of the place: its thread is at its end.
@@ -255,17 +257,26 @@ impl Serving {
     }
 
     /// Is it a process of a user that may connect?
-    fn may(&self, stream: &UnixStream) -> bool {
+    fn may(&mut self, stream: &UnixStream) -> bool {
         match rustix::net::sockopt::socket_peercred(stream) {
             Ok(peer) if self.peers.contains(&peer.uid.as_raw()) => true,
             Ok(peer) => {
-                tracing::warn!(socket = %self.path.display(), uid = peer.uid.as_raw(), "a user that may not have a volume asked for it");
+                self.refuse(Some(peer.uid.as_raw()));
                 false
             }
             Err(e) => {
                 tracing::warn!(socket = %self.path.display(), error = %e, "who asks for a volume is not known");
                 false
             }
+        }
+    }
+
+    /// Tells of it, the more rarely the more often it happens: whoever may connect could fill the log. `uid`: of a user who may not.
+    fn refuse(&mut self, uid: Option<u32>) {
+        self.refused += 1;
+        if self.refused.is_power_of_two() {
+            let why = uid.map_or_else(|| "somebody is served already".to_owned(), |uid| format!("uid {uid} may not"));
+            tracing::warn!(socket = %self.path.display(), why, refused = self.refused, "a client of a volume is refused");
         }
     }
 
@@ -295,7 +306,7 @@ impl Serving {
         let place = Occupied { shared: Arc::clone(&self.shared), stream };
         let serve = move || match nbd::serve(&place.stream, &*device, &export) {
             Ok(()) => tracing::debug!(socket = %path.display(), "a client of a volume has left"),
-            Err(e) => tracing::warn!(socket = %path.display(), error = %e, "a client of a volume is gone"),
+            Err(e) => tracing::debug!(socket = %path.display(), error = %e, "a client of a volume is gone"),
         };
         let started = thread::Builder::new().name("nbd".into()).stack_size(STACK_BYTES).spawn(serve);
         // Without a thread the closure is dropped, and with it the place is free.

@@ -14,6 +14,13 @@ pub struct Client {
     next: u64,
 }
 
+impl Drop for Client {
+    fn drop(&mut self) {
+        // A process that another test is just starting may have the descriptor too.
+        let _ = self.stream.shutdown(std::net::Shutdown::Both);
+    }
+}
+
 /// A reply that is whole.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Reply {

@@ -1,7 +1,7 @@
 //! A volume as a file.
 
 use std::fs::File;
-use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt};
+use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -84,6 +84,14 @@ fn the_file_is_a_disk_of_its_owner_alone() {
     let before = flushes();
     file.sync_all().unwrap();
     assert!(flushes() > before);
+    let sync = rustix::fs::OFlags::DSYNC.bits().cast_signed();
+    let durable = File::options().write(true).custom_flags(sync).open(&path).unwrap();
+    let before = flushes();
+    file.write_all_at(b"no", 0).unwrap();
+    assert_eq!(flushes(), before);
+    durable.write_all_at(b"yes", 0).unwrap();
+    assert_eq!(flushes(), before + 1);
+    drop(durable);
     device.fail_flushes(true);
     assert!(file.sync_data().is_err());
     device.fail_flushes(false);

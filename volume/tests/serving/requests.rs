@@ -81,20 +81,24 @@ proptest! {
         let mut w = world(FileDevice::new(size), structured);
         let mut model = vec![0u8; size as usize];
         let stop = Arc::new(std::sync::atomic::AtomicBool::new(false));
-        let warmer = cold.map(|at| {
-            w.device.chill(at..at + 300_000);
+        let warmer = {
             let (device, stop) = (Arc::clone(&w.device), Arc::clone(&stop));
-            std::thread::spawn(move || while !stop.load(Ordering::SeqCst) {
-                let waits = device.waited.load(Ordering::SeqCst);
-                soon("somebody", || device.waited.load(Ordering::SeqCst) != waits || stop.load(Ordering::SeqCst));
-                device.warm();
+            std::thread::spawn(move || {
+                let mut seen = 0;
+                while !stop.load(Ordering::SeqCst) {
+                    soon("somebody who waits", || device.waited.load(Ordering::SeqCst) != seen || stop.load(Ordering::SeqCst));
+                    seen = device.waited.load(Ordering::SeqCst);
+                    device.warm();
+                }
             })
-        });
+        };
         for op in &ops {
             match *op {
                 Op::Read(at, len, df) => {
                     let flags = if df && structured { command_flag::DF } else { 0 };
-                    // Without a reader that waits, nobody would warm it.
+                    if let Some(cold) = cold {
+                        w.device.chill(cold..cold + 300_000);
+                    }
                     let reply = w.client.ask(command::READ, flags, at, len, &[]);
                     prop_assert_eq!(reply.error, 0);
                     prop_assert!(flags == 0 || reply.data.len() <= 1);
@@ -132,7 +136,7 @@ proptest! {
             }
         }
         stop.store(true, Ordering::SeqCst);
-        if let Some(warmer) = warmer { warmer.join().unwrap() }
+        warmer.join().unwrap();
         prop_assert!(w.device.bytes(0, size as usize) == model);
         prop_assert!(w.leave().is_ok());
     }

@@ -20,7 +20,7 @@ use super::wire::{DATA_CHUNK_BYTES, Errno, SIMPLE_REPLY_BYTES, data_chunk_head, 
 /// Threads of a connection: as many requests as QEMU has under way on one.
 const THREADS_MAX: usize = 16;
 /// Bytes of a thread's stack: it holds no data, but the device's code runs on it.
-const STACK_BYTES: usize = 512 * 1024;
+const STACK_BYTES: usize = 1 << 20;
 /// A thread with nothing to do ends after this: most connections read cold data for a moment only.
 const IDLE: Duration = Duration::from_secs(5);
 /// Most requests that wait at a connection. A client that has more must wait until some are done.

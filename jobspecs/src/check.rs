@@ -11,7 +11,7 @@ use crate::schema::form;
 use crate::spec::scalars::{ScalarError, check_format};
 
 /// What people write when they come from elsewhere, and what it is called here.
-const SYNONYMS: [(&str, &str); 28] = [
+const SYNONYMS: [(&str, &str); 29] = [
     ("apiversion", "version"),
     ("args", "command"),
     ("argv", "command"),
@@ -26,6 +26,7 @@ const SYNONYMS: [(&str, &str); 28] = [
     ("foreach", "items"),
     ("maxparallel", "concurrency"),
     ("mem", "memory"),
+    ("mount", "path"),
     ("nodeselector", "placement"),
     ("parallel", "concurrency"),
     ("parallelism", "concurrency"),

@@ -7,7 +7,10 @@ use std::collections::BTreeMap;
 
 use crate::image::Name;
 use crate::problem::join;
-use crate::spec::{Command, EgressRule, Isolation, NetworkSpec, Resources, SecretMount, TaskSpec, Timeouts, VolumeMount, WarmUpSpec};
+use crate::spec::volumes::{NameError, parse_name};
+use crate::spec::{
+    Command, EgressRule, Isolation, KeepClone, NetworkSpec, Resources, SecretMount, TaskSpec, Timeouts, VolumeMount, WarmUpSpec,
+};
 use crate::template::{SubstituteError, Template, TemplateError, Values};
 
 /// Longest word of a command or environment variable with its name, in bytes: Linux takes 128 KiB with the closing NUL.
@@ -122,6 +125,9 @@ pub enum TextError {
     /// No name of an image.
     #[error("it names no image: {0}")]
     Image(&'static str),
+    /// No name of a volume.
+    #[error("it names no volume: {0}")]
+    VolumeName(NameError),
 }
 
 impl TextError {
@@ -138,6 +144,7 @@ impl TextError {
             Self::Source => "s3://bucket/key, http://…, https://…, or upload:ID (upload:NAME with --upload NAME=FILE)",
             Self::Digest => "64 hex digits",
             Self::Image(_) => "[HOST[:PORT]/]NAME[:TAG][@sha256:DIGEST], sha256:DIGEST, or what `volley image ls` shows",
+            Self::VolumeName(_) => "1 to 128 of a-z A-Z 0-9 . _ -, beginning with a letter or digit; NAME@SNAPSHOT for a snapshot",
         }
     }
 }
@@ -191,6 +198,7 @@ pub(crate) enum Kind {
     Digest,
     OutputPath,
     VolumeName,
+    VolumePath,
     MountPath,
     Host,
     SecretName,
@@ -218,7 +226,8 @@ pub(crate) fn texts(task: &TaskSpec) -> Vec<(String, Kind, &str)> {
     all.extend(task.outputs.iter().enumerate().map(|(i, path)| (format!(".outputs[{i}]"), Kind::OutputPath, path.as_str())));
     for (i, volume) in task.volumes.iter().enumerate() {
         all.push((format!(".volumes[{i}].volume"), Kind::VolumeName, volume.volume.as_str()));
-        all.push((format!(".volumes[{i}].path"), Kind::MountPath, volume.path.as_str()));
+        all.push((format!(".volumes[{i}].path"), Kind::VolumePath, volume.path.as_str()));
+        all.extend(volume.keep.as_ref().map(|keep| (format!(".volumes[{i}].keep.name"), Kind::VolumeName, keep.name.as_str())));
     }
     let hosts = task.network.iter().flat_map(|network| &network.allow).enumerate();
     all.extend(hosts.map(|(i, rule)| (format!(".network.allow[{i}].host"), Kind::Host, rule.host.as_str())));
@@ -245,6 +254,7 @@ pub(crate) fn check_text(kind: Kind, text: &str) -> Result<(), TextError> {
         | Kind::Digest
         | Kind::OutputPath
         | Kind::VolumeName
+        | Kind::VolumePath
         | Kind::MountPath
         | Kind::Host
         | Kind::SecretName
@@ -256,7 +266,8 @@ pub(crate) fn check_text(kind: Kind, text: &str) -> Result<(), TextError> {
     match kind {
         Kind::Word | Kind::Env | Kind::Stdin => Ok(()),
         Kind::Image => Name::parse(text).map(drop).map_err(|why| TextError::Image(why.what)),
-        Kind::VolumeName | Kind::Host | Kind::SecretName | Kind::SecretEnv => {
+        Kind::VolumeName => parse_name(text).map(drop).map_err(TextError::VolumeName),
+        Kind::Host | Kind::SecretName | Kind::SecretEnv => {
             if text.is_empty() {
                 Err(TextError::Empty)
             } else {
@@ -266,7 +277,7 @@ pub(crate) fn check_text(kind: Kind, text: &str) -> Result<(), TextError> {
         Kind::Workdir => check_no_escape(text),
         Kind::FilePath | Kind::OutputPath => check_file_path(text),
         Kind::MountPath if !text.starts_with('/') => Err(TextError::Relative),
-        Kind::MountPath => check_no_escape(text),
+        Kind::MountPath | Kind::VolumePath => check_no_escape(text),
         Kind::InputFrom => source(text).map(|_| ()).ok_or(TextError::Source),
         Kind::Digest => {
             let hex = text.len() == 64 && text.bytes().all(|b| b.is_ascii_hexdigit());
@@ -403,7 +414,12 @@ impl TaskTemplate {
             inputs.push(ResolvedInput { from, path, sha256, executable: input.executable });
         }
         let outputs = task.outputs.iter().map(|_| next()).collect();
-        let volumes = task.volumes.iter().map(|v| VolumeMount { volume: next(), path: next(), ..v.clone() }).collect();
+        let mut volumes = Vec::with_capacity(task.volumes.len());
+        for volume in &task.volumes {
+            let (name, path) = (next(), next());
+            let keep = volume.keep.as_ref().map(|keep| KeepClone { name: next(), ..keep.clone() });
+            volumes.push(VolumeMount { volume: name, path, keep, ..volume.clone() });
+        }
         let network = task.network.as_ref().map(|network| NetworkSpec {
             allow: network.allow.iter().map(|rule| EgressRule { host: next(), ports: rule.ports.clone() }).collect(),
         });
@@ -474,7 +490,7 @@ mod tests {
                 { "from": "s3://bucket/k${item}", "path": "p${item}", "sha256": "${item}${item}", "executable": true },
                 { "from": "upload:u${index}", "path": "q" }
             ],
-            "volumes": [{ "volume": "v${item}", "path": "/m${item}" }],
+            "volumes": [{ "volume": "v${item}", "path": "/m${item}", "access": "clone", "keep": { "name": "k${item}" } }],
             "network": { "allow": [{ "host": "h${item}" }] },
             "secrets": [{ "name": "n${item}", "path": "/s${item}" }]
         });
@@ -494,6 +510,7 @@ mod tests {
         assert_eq!(r.inputs[0].sha256, Some("ab".repeat(32)));
         assert_eq!(r.inputs[1].from, InputSource::Upload("u3".into()));
         assert_eq!((r.volumes[0].volume.as_str(), r.volumes[0].path.as_str()), (&*format!("v{it}"), &*format!("/m{it}")));
+        assert_eq!(r.volumes[0].keep.as_ref().map(|keep| keep.name.as_str()), Some(&*format!("k{it}")));
         assert_eq!(r.network.map(|n| n.allow[0].host.clone()), Some(format!("h{it}")));
         assert_eq!((r.secrets[0].name.as_str(), r.secrets[0].path.clone()), (&*format!("n{it}"), Some(format!("/s{it}"))));
     }

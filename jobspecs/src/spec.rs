@@ -6,6 +6,7 @@
 pub mod items;
 pub mod scalars;
 pub mod task;
+pub mod volumes;
 
 use std::collections::BTreeMap;
 
@@ -15,9 +16,10 @@ use serde::{Deserialize, Serialize};
 pub use items::{CsvSource, FileSource, Items, Matrix, Range, ResultsSource};
 pub use scalars::{ByteSize, DurationMs, ExitCodes, Factor, FailureLimit, Keep, MilliCpus, RateSpan, Signal, TaskRate};
 pub use task::{
-    Access, BackoffSpec, Command, EgressRule, Flush, InputSpec, Isolation, NetworkSpec, OnRetry, Resources, RetryAction, RetryMatch,
-    RetryRuleSpec, RetrySpec, SecretMount, TaskSpec, Timeouts, VolumeKeep, VolumeMount, WarmUpSpec,
+    BackoffSpec, Command, EgressRule, InputSpec, Isolation, NetworkSpec, Resources, RetryAction, RetryMatch, RetryRuleSpec, RetrySpec,
+    SecretMount, TaskSpec, Timeouts, WarmUpSpec,
 };
+pub use volumes::{Access, FileSystem, Flush, KeepClone, KeepWhen, VolumeMount};
 
 /// Most labels of a job, and of what it asks of workers: they are held in memory for every active job.
 pub const LABELS_MAX: usize = 32;

@@ -5,6 +5,7 @@
 
 mod items;
 mod task;
+mod volumes;
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -267,7 +268,7 @@ fn work(spec: &JobSpec, features: &Features, out: &mut Vec<Problem>) {
         match &spec.task {
             Some(task) => {
                 items::judge("$.items", spec.items.as_ref(), features, out);
-                task::judge("$.task", task, features, out);
+                task::judge("$.task", task, spec.items.is_some(), features, out);
                 items::judge_uses("$.items", spec.items.as_ref(), "$.task", task, out);
             }
             None => {
@@ -297,7 +298,7 @@ fn work(spec: &JobSpec, features: &Features, out: &mut Vec<Problem>) {
         }
         let (items_path, task_path) = (format!("{path}.items"), format!("{path}.task"));
         items::judge(&items_path, stage.items.as_ref(), features, out);
-        task::judge(&task_path, &stage.task, features, out);
+        task::judge(&task_path, &stage.task, stage.items.is_some(), features, out);
         items::judge_uses(&items_path, stage.items.as_ref(), &task_path, &stage.task, out);
         limits(&format!("{path}.limits"), &stage.limits, out);
         needs(spec, index, &names, out);

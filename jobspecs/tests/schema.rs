@@ -116,7 +116,7 @@ fn whole() -> Value {
             "isolation": "microvm", "image": "i", "command": ["a", "b"], "env": { "A": "b" }, "stdin": "x",
             "resources": { "cpus": 1, "memory": "1GiB", "pids": 4 }, "outputs": ["o"],
             "inputs": [{ "from": "s3://bucket/k", "path": "p", "executable": true }],
-            "volumes": [{ "volume": "v", "path": "/v", "access": "rw" }],
+            "volumes": [{ "volume": "v", "path": "/v", "access": "clone", "keep": { "name": "k" } }],
             "network": { "allow": [{ "host": "h", "ports": [1] }] }, "secrets": [{ "name": "n", "env": "N" }],
             "timeouts": { "run": "1s" }, "warmUp": [{ "command": ["c"], "env": { "A": "b" } }], "keepProcesses": true, "keepFailed": "30m",
             "retry": { "backoff": { "factor": 2 }, "rules": [{ "match": { "classes": ["oom"] }, "action": "fail" }] }

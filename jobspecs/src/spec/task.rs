@@ -11,6 +11,7 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use serde_json::Value;
 
 use super::scalars::{ByteSize, DurationMs, ExitCodes, Factor, MilliCpus, Signal};
+use super::volumes::{VOLUMES_MAX, VolumeMount};
 use crate::failure::FailureClass;
 
 /// Most words of a command; the kernel's own limit is on their bytes.
@@ -21,8 +22,6 @@ pub const ENV_MAX: usize = 512;
 pub const INPUTS_MAX: usize = 256;
 /// Most declared output paths of a task; a directory counts as one.
 pub const OUTPUTS_MAX: usize = 64;
-/// Most volumes of a task: so many places for them has a machine when it is saved, and every tier is held to the same.
-pub const VOLUMES_MAX: usize = 4;
 /// Most retry rules.
 pub const RULES_MAX: usize = 64;
 /// Most commands of a warm-up; more belong in a script of the image.
@@ -237,79 +236,6 @@ pub struct InputSpec {
     /// May it be executed? Default false.
     #[serde(default)]
     pub executable: bool,
-}
-
-/// A volume that is mounted.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-#[serde(rename_all = "camelCase", deny_unknown_fields)]
-pub struct VolumeMount {
-    /// The volume's name; `name@snapshot` for one of its snapshots.
-    #[schemars(extend("examples" = ["state"]))]
-    pub volume: String,
-    /// Where it is mounted, an absolute path.
-    #[schemars(extend("examples" = ["/data"]))]
-    pub path: String,
-    /// `ro` (default): read, by many at once. `rw`: written, by one task at a time. `clone`: a private copy for each task.
-    #[serde(default)]
-    pub access: Access,
-    /// Size of the volume, if it has to be made. Left out: it must exist.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub create: Option<ByteSize>,
-    /// What a task's flush waits for: `none`, `local` (default) or `s3`. Only with `rw` and `clone`.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub flush: Option<Flush>,
-    /// What becomes of a `clone`: `drop` (default) at the task's end, or `keep` it as a volume.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub at_end: Option<VolumeKeep>,
-    /// What a new try of the task finds in an `rw` volume: `restart` (default) what was there before the failed try, `resume` what
-    /// that left.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub on_retry: Option<OnRetry>,
-}
-
-/// How a volume is used.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-#[serde(rename_all = "camelCase")]
-pub enum Access {
-    /// Read, by many at once.
-    #[default]
-    Ro,
-    /// Written, by one at a time.
-    Rw,
-    /// A private copy for each task.
-    Clone,
-}
-
-/// What a flush waits for.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-#[serde(rename_all = "camelCase")]
-pub enum Flush {
-    /// Nothing.
-    None,
-    /// The worker's disk.
-    Local,
-    /// The bucket.
-    S3,
-}
-
-/// What becomes of a clone at the task's end.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-#[serde(rename_all = "camelCase")]
-pub enum VolumeKeep {
-    /// It is removed.
-    Drop,
-    /// It stays as a volume.
-    Keep,
-}
-
-/// What a new try finds in an `rw` volume.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-#[serde(rename_all = "camelCase")]
-pub enum OnRetry {
-    /// What was there before the failed try.
-    Restart,
-    /// What the failed try left.
-    Resume,
 }
 
 /// How long things may take.

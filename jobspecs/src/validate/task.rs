@@ -1,13 +1,13 @@
-//! Rules of one task: what the cluster offers, texts, paths, environment, volumes, deadlines and retry rules.
+//! Rules of one task: what the cluster offers, texts, paths, environment, deadlines and retry rules.
 
 use std::collections::BTreeSet;
 
-use super::{Features, unavailable};
+use super::{Features, unavailable, volumes};
 use crate::backoff::DELAY_MS_MAX;
 use crate::failure::FailureClass;
 use crate::problem::{PROBLEMS_MAX, Problem, join, list};
 use crate::resolve::{Kind, TextError, check_text, texts};
-use crate::spec::{Access, Command, Isolation, RetryAction, RetryRuleSpec, RetrySpec, TaskSpec, WarmUpSpec};
+use crate::spec::{Command, Isolation, RetryAction, RetryRuleSpec, RetrySpec, TaskSpec, WarmUpSpec};
 use crate::template::{Segment, Template, TemplateError};
 
 /// Least memory of a task, in bytes: below it no program starts.
@@ -27,14 +27,15 @@ const WARM_UP_BYTES_MAX: usize = 256 * 1024;
 /// What to write for the tier that every cluster has.
 const TRUSTED_HINT: &str = "for code you trust, write \"isolation\": \"process\"";
 
-pub(super) fn judge(path: &str, task: &TaskSpec, features: &Features, out: &mut Vec<Problem>) {
+/// `many`: may there be more than one task?
+pub(super) fn judge(path: &str, task: &TaskSpec, many: bool, features: &Features, out: &mut Vec<Problem>) {
     judge_features(path, task, features, out);
     judge_texts(path, task, out);
     judge_paths(path, task, out);
     judge_environment(path, task, out);
     judge_warm_up(path, task, out);
     judge_keep_failed(path, task, out);
-    judge_volumes(path, task, out);
+    volumes::judge(path, task, many, out);
     if let Some(memory) = task.resources.memory.filter(|memory| memory.0 < MEMORY_BYTES_MIN) {
         out.push(Problem::new(format!("{path}.resources.memory"), "too small").found(memory).allowed("at least 4MiB"));
     }
@@ -152,13 +153,6 @@ fn judge_paths(path: &str, task: &TaskSpec, out: &mut Vec<Problem>) {
         }
         seen.insert(&input.path);
     }
-    let mut mounts: BTreeSet<&str> = BTreeSet::new();
-    for (index, volume) in task.volumes.iter().enumerate() {
-        if !mounts.insert(&volume.path) {
-            let problem = Problem::new(format!("{path}.volumes[{index}].path"), "another volume is mounted there");
-            out.push(problem.found(format!("{:?}", volume.path)));
-        }
-    }
 }
 
 fn judge_environment(path: &str, task: &TaskSpec, out: &mut Vec<Problem>) {
@@ -265,24 +259,6 @@ fn judge_warm_up_command(path: &str, warm_up: &WarmUpSpec, out: &mut Vec<Problem
         }
     }
     out.extend(warm_up.env.keys().filter_map(|name| judge_variable(&join(&format!("{path}.env"), name), name)));
-}
-
-fn judge_volumes(path: &str, task: &TaskSpec, out: &mut Vec<Problem>) {
-    for (index, volume) in task.volumes.iter().enumerate() {
-        let access = volume.access;
-        for (name, asked, fits, with) in [
-            ("flush", volume.flush.is_some(), access != Access::Ro, "\"rw\" or \"clone\""),
-            ("atEnd", volume.at_end.is_some(), access == Access::Clone, "\"clone\""),
-            ("onRetry", volume.on_retry.is_some(), access == Access::Rw, "\"rw\""),
-            ("create", volume.create.is_some(), access == Access::Rw, "\"rw\""),
-        ] {
-            if asked && !fits {
-                let place = format!("{path}.volumes[{index}]");
-                let problem = Problem::new(format!("{place}.{name}"), format!("has no effect unless \"access\" is {with}"));
-                out.push(problem.depends(format!("{place}.access")));
-            }
-        }
-    }
 }
 
 fn judge_retry(path: &str, retry: &RetrySpec, out: &mut Vec<Problem>) {

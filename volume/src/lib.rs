@@ -3,6 +3,7 @@
 //! Owns the format of all that is stored (`format`), the pure rules (`state`), the volume itself, and serving it (`serve`, through the seam [`device`]).
 //! Does not own the S3 client (`volley-store`).
 
+mod change;
 mod clean;
 mod clone;
 mod commit;
@@ -13,6 +14,7 @@ pub mod format;
 mod host;
 pub mod io;
 mod open;
+mod pin;
 mod promote;
 mod read;
 mod remove;
@@ -27,6 +29,7 @@ mod write;
 pub use commit::CommitError;
 pub use host::{FetchError, Host, Limits};
 pub use open::{NewVolume, OpenError, Opener};
+pub use pin::Pinned;
 pub use promote::Promotion;
 pub use verify::Verified;
 pub use volume::{Failure, Volume};

@@ -4,14 +4,9 @@
 
 use volley_jobspecs::ids::{AttemptName, VolumeId};
 
-use crate::format::keys;
-use crate::host::{Host, random};
-use crate::io::s3::Put;
+use crate::host::Host;
 use crate::open::OpenError;
 use crate::state::moves;
-
-/// How often it is tried when the head changes at the same time, or nobody answers.
-const TRIES: u32 = 8;
 
 /// What was accepted, as the attempt's report has it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -32,17 +27,6 @@ impl Host {
     /// # Errors
     /// [`OpenError`]: another state is there, or nobody answers.
     pub fn promote(&self, what: &Promotion) -> Result<(), OpenError> {
-        let mut why = String::new();
-        for _ in 0..TRIES {
-            let (head, family, tag) = self.head(what.volume)?;
-            let Some(next) = moves::promote(&head, what.attempt, what.base, what.root, random()?)? else { return Ok(()) };
-            match self.put_if_match(&keys::head(what.volume), next.write(&family, random()?)?.into(), &tag)? {
-                Put::Written(_) => return Ok(()),
-                // The next look at the head tells whether it was done.
-                Put::Refused => "it was changed at the same time".clone_into(&mut why),
-                Put::Unknown(words) => why = words,
-            }
-        }
-        Err(OpenError::Busy { volume: what.volume, why })
+        self.change_head(what.volume, |head, commit| moves::promote(head, what.attempt, what.base, what.root, commit))
     }
 }

@@ -61,12 +61,14 @@ pub enum Kind {
 /// The names of the cluster's keys: 8 bytes of their BLAKE3.
 pub type KeyId = [u8; 8];
 
+#[derive(Clone)]
 struct ClusterKey {
     id: KeyId,
     key: [u8; 32],
 }
 
 /// The cluster's keys: the first wraps, all unwrap.
+#[derive(Clone)]
 pub struct ClusterKeys(Vec<ClusterKey>);
 
 impl std::fmt::Debug for ClusterKeys {

@@ -53,15 +53,18 @@ pub struct Slab {
 }
 
 impl Slab {
-    /// Begins one of at most `bytes_max`. None: the disk does not let us, and there is no cache then.
+    /// Begins one of at most `bytes_max`. None: that is less than one place, or the disk does not let us; there is no cache then.
     #[must_use]
     pub fn new(path: &Path, bytes_max: u64) -> Option<Self> {
         use std::os::unix::fs::OpenOptionsExt;
         let slots_max = u32::try_from(bytes_max / SLOT_BYTES as u64).unwrap_or(u32::MAX);
+        if slots_max == 0 {
+            return None;
+        }
         let file = File::options().read(true).write(true).create(true).truncate(true).mode(0o600).open(path);
         let file = file.inspect_err(|error| tracing::warn!(path = %path.display(), %error, "volumes have no cache on the disk")).ok()?;
         let key = FamilyKey::new(random().ok()?).object("cache", &random().ok()?).ok()?;
-        (slots_max > 0).then(|| Self { file, key, slots_max, index: Mutex::default() })
+        Some(Self { file, key, slots_max, index: Mutex::default() })
     }
 
     /// Is an extent there?

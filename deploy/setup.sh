@@ -126,6 +126,18 @@ install_image_tools() {
   rm -rf "$work"
 }
 
+# What tests read served volumes with. Returns an error where that can't be had.
+install_nbd_tools() {
+  local missing=()
+  have nbdinfo && have nbdcopy || missing+=(libnbd-bin)
+  have qemu-img && have qemu-io && have qemu-nbd || missing+=(qemu-utils)
+  python3 -c 'import nbd' >/dev/null 2>&1 || /usr/bin/python3 -c 'import nbd' >/dev/null 2>&1 || missing+=(python3-libnbd)
+  [ ${#missing[@]} = 0 ] && return
+  have apt-get || return 1
+  # In a shell of its own: without root this is no reason to stop.
+  (apt_install "${missing[@]}")
+}
+
 check_rust() {
   have cargo || die "no cargo; install Rust $RUST_MINIMUM or newer"
   local found

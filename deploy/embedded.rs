@@ -21,6 +21,7 @@ use tokio::sync::Notify;
 use tokio::time::Instant;
 use volley_cli::Exit;
 use volley_coordinator::io::bus::NatsConfig;
+use volley_volume::format::seal::ClusterKeys;
 
 use crate::failed::Failed;
 use crate::room::Room;
@@ -56,6 +57,9 @@ pub struct Secrets {
     pub s3_secret_key: String,
     /// The operator's token.
     pub token: String,
+    /// The key that volumes' keys are wrapped with, in hex. None: a cluster that was made before there were volumes.
+    #[serde(default)]
+    pub volume_key: Option<String>,
 }
 
 fn random(bytes: usize) -> Result<String, Failed> {
@@ -69,21 +73,42 @@ impl Secrets {
     pub fn open(dir: &Path) -> Result<Self, Failed> {
         let path = dir.join("secrets.json");
         match std::fs::read(&path) {
-            Ok(bytes) => parse(&path, &bytes),
+            Ok(bytes) => {
+                let secrets = parse(&path, &bytes)?;
+                if secrets.volume_key.is_some() {
+                    return Ok(secrets);
+                }
+                let secrets = Self { volume_key: Some(random(32)?), ..secrets };
+                secrets.write(&path)?;
+                Ok(secrets)
+            }
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
                 let secrets = Self {
                     nats_password: random(24)?,
                     s3_access_key: random(10)?,
                     s3_secret_key: random(24)?,
                     token: format!("vt_bootstrap_{}", random(24)?),
+                    volume_key: Some(random(32)?),
                 };
-                // Text only, so this can't fail.
-                let text = serde_json::to_vec_pretty(&secrets).unwrap_or_default();
-                write_private(&path, &text).map_err(|e| Failed::local("write", &path, &e))?;
+                secrets.write(&path)?;
                 Ok(secrets)
             }
             Err(error) => Err(Failed::local("read", &path, &error)),
         }
+    }
+}
+
+impl Secrets {
+    fn write(&self, path: &Path) -> Result<(), Failed> {
+        // Text only, so this can't fail.
+        let text = serde_json::to_vec_pretty(self).unwrap_or_default();
+        write_private(path, &text).map_err(|e| Failed::local("write", path, &e))
+    }
+
+    /// The keys of volumes.
+    pub fn volume_keys(&self, dir: &Path) -> Result<Option<ClusterKeys>, Failed> {
+        let damaged = |why| Failed::new(Exit::Conflict, format!("{}: {why}", dir.join("secrets.json").display()));
+        self.volume_key.as_deref().map(|key| ClusterKeys::parse(key).map_err(damaged)).transpose()
     }
 }
 

@@ -2,6 +2,7 @@
 //!
 //! Owns reading secrets from files and signals. Does not own what runs.
 
+use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -16,6 +17,7 @@ use volley_jobspecs::ids::WorkerId;
 use volley_jobspecs::observe::Observing;
 use volley_jobspecs::wire::plan::Isolation;
 use volley_store::{Store, StoreConfig};
+use volley_volume::format::seal::ClusterKeys;
 use volley_worker::vmm::spawner::MachineSpawner;
 use volley_worker::{Config, Control, Handle, NatsBus, S3Objects, ShareConfig, Spawner, users};
 
@@ -29,6 +31,18 @@ const CONNECT_PATIENCE: Duration = Duration::from_secs(60);
 fn secret(path: &Path, what: &str) -> Result<String, Failed> {
     let text = std::fs::read_to_string(path).map_err(|e| Failed::local(&format!("read the {what}"), path, &e))?;
     Ok(text.trim().to_owned())
+}
+
+/// The keys of volumes in a file that nobody else may read.
+fn volume_keys(path: &Path) -> Result<ClusterKeys, Failed> {
+    let io = |e| Failed::local("read the keys of volumes", path, &e);
+    let mode = std::fs::metadata(path).map_err(io)?.permissions().mode();
+    if mode & 0o077 != 0 {
+        let text = format!("{} can be read by others (mode {:o}); `chmod 600` it", path.display(), mode & 0o777);
+        return Err(Failed::new(Exit::BadSpec, text));
+    }
+    let text = std::fs::read_to_string(path).map_err(io)?;
+    ClusterKeys::parse(&text).map_err(|why| Failed::new(Exit::BadSpec, format!("{}: {why}", path.display())))
 }
 
 /// How to reach NATS, as the flags say.
@@ -81,6 +95,7 @@ pub async fn coordinator(args: CoordinatorArgs, observer: Observing) -> Ended {
         local_metrics: args.local_metrics,
         bootstrap_token: token,
         observer,
+        volume_keys: args.volume_keys.as_deref().map(volume_keys).transpose()?,
         ..CoordinatorConfig::new(nats(args.nats)?, args.data_dir, store(args.store))
     };
     let stop = CancellationToken::new();

@@ -57,6 +57,7 @@ pub async fn up(args: UpArgs, spawners: Spawners, observer: Observing) -> Ended 
         listen: args.listen,
         bootstrap_token: Some(secrets.token.clone()),
         create_bucket: true,
+        volume_keys: secrets.volume_keys(&dir)?,
         observer,
         ..CoordinatorConfig::new(nats.config.clone(), dir.join("coordinator"), store.clone())
     };

@@ -4,16 +4,20 @@
 
 use volley_jobspecs::ids::JobId;
 use volley_jobspecs::wire::record::Submit;
+use volley_jobspecs::wire::volume::Pin;
 
 use crate::state::effects::{Answer, Effects, Refusal};
 use crate::state::job::{Facts, Job};
 use crate::state::{KEY_MS, Key, State, Timer};
-use crate::uploads;
+use crate::{uploads, volumes};
 
 /// Applies a submit.
 pub fn accept(state: &mut State, sequence: u64, submit: &Submit, fx: &mut Effects) {
     let answer = match check(state, submit) {
-        Ok(None) => create(state, sequence, submit, fx),
+        Ok(None) => match volumes::pins(state, &submit.actor.tenant, &submit.plan) {
+            Ok(pins) => create(state, sequence, submit, pins, fx),
+            Err(refusal) => Answer::Refused(refusal),
+        },
         Ok(Some(key)) => Answer::Submitted { job: key.job, tasks: key.tasks, existed: true },
         Err(refusal) => Answer::Refused(refusal),
     };
@@ -55,7 +59,7 @@ fn quota(tenant: &volley_jobspecs::ids::TenantId, what: &'static str, max: u64, 
     Err(Refusal::Quota { tenant: tenant.clone(), what, max, has, brings })
 }
 
-fn create(state: &mut State, sequence: u64, submit: &Submit, fx: &mut Effects) -> Answer {
+fn create(state: &mut State, sequence: u64, submit: &Submit, pins: Option<Vec<Pin>>, fx: &mut Effects) -> Answer {
     let id = JobId(sequence);
     let tenant = submit.actor.tenant.clone();
     let facts = Facts {
@@ -73,7 +77,9 @@ fn create(state: &mut State, sequence: u64, submit: &Submit, fx: &mut Effects) -
     state.keys.insert((tenant.clone(), submit.idempotency_key.clone()), key);
     fx.keys.insert((tenant, submit.idempotency_key.clone()));
 
-    state.jobs.insert(id, Job::new(id, facts));
+    let mut job = Job::new(id, facts);
+    job.progress.pins = pins;
+    state.jobs.insert(id, job);
     state.head.unstamped.insert(id);
     fx.new_jobs.insert(id);
     fx.touched_jobs.insert(id);

@@ -9,7 +9,7 @@ use volley_jobspecs::wire::record::{Decided, Decision, Lead, Record, Verb};
 
 use crate::state::State;
 use crate::state::effects::Effects;
-use crate::{accept, assign, control, finish, timers, track, uploads};
+use crate::{accept, assign, control, finish, timers, track, uploads, volumes};
 
 /// Why a record can't be applied. It stops the coordinator: it never skips.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -41,7 +41,12 @@ pub fn job_of(verb: &Verb) -> Option<JobId> {
         | Verb::RemoveTenant { .. }
         | Verb::CreateToken { .. }
         | Verb::RevokeToken { .. }
-        | Verb::Uploaded { .. } => None,
+        | Verb::Uploaded { .. }
+        | Verb::PutVolume { .. }
+        | Verb::RemoveVolume { .. }
+        | Verb::PutSnapshot { .. }
+        | Verb::RemoveSnapshot { .. }
+        | Verb::HoldVolume { .. } => None,
     }
 }
 
@@ -101,6 +106,11 @@ fn apply_decided(state: &mut State, sequence: u64, decided: &Decided, fx: &mut E
             Decision::Checkpointed { sequence } => state.head.checkpointed(*sequence),
             Decision::UploadFound { tenant, id, jobs } => uploads::found(state, tenant, id, jobs, fx),
             Decision::UploadGone { tenant, id } => uploads::gone(state, tenant, id, fx),
+            Decision::VolumePromoted { tenant, name, volume, generation, why } => {
+                volumes::promoted(state, tenant, name, *volume, *generation, why.as_deref(), fx);
+            }
+            Decision::VolumePinned { job, slot, snapshot } => volumes::pinned(state, *job, *slot, *snapshot, fx),
+            Decision::VolumeGone { tenant, volume } => volumes::gone(state, tenant, *volume),
             Decision::Quarantine { worker, incarnation, until_ms } => {
                 if let Some(found) = state.workers.get_mut(worker).filter(|w| w.incarnation == *incarnation) {
                     found.quarantined_until_ms = *until_ms;

@@ -3,7 +3,7 @@
 //! Owns the checks: task still ready, worker's life the same, capacity and limits free. What no longer holds is void. Does not own
 //! the choice of worker and tasks: that is `place`, on the leader only.
 
-use volley_jobspecs::ids::{BundleId, JobId, WorkerId};
+use volley_jobspecs::ids::{AttemptName, BundleId, JobId, WorkerId};
 use volley_jobspecs::wire::record::{Assignment, Run};
 
 use crate::state::effects::Effects;
@@ -11,7 +11,7 @@ use crate::state::job::{Job, OpenAttempt};
 use crate::state::task::{PAGE_TASKS, Phase};
 use crate::state::worker::{self, BUNDLES_PER_SLOT, Bundle};
 use crate::state::{State, count_bundles};
-use crate::timers;
+use crate::{timers, volumes};
 
 /// Assignments of one decision; their places, and so the ids of their bundles, begin behind those of earlier decisions of the record.
 pub const PLACES_PER_DECISION: u32 = 1 << 16;
@@ -60,13 +60,20 @@ fn allowed(state: &State, assignment: &Assignment) -> bool {
 
 /// Opens an attempt for every task of the assignment that still waits. Returns them as runs.
 fn take(state: &mut State, id: BundleId, assignment: &Assignment, fx: &mut Effects) -> Vec<Run> {
+    let (volumes, now_ms) = (&mut state.volumes, state.head.now_ms);
     let Some(job) = state.jobs.get_mut(&assignment.job) else { return Vec::new() };
+    let writes = volumes::written(&job.facts.plan).next().is_some();
     let mut taken: Vec<Run> = Vec::new();
     for run in &assignment.tasks {
         let end = run.first.saturating_add(run.count).min(job.tasks());
         for index in run.first..end {
-            if !take_one(job, id, index, fx) {
+            if writes && !volumes::are_free(volumes, job, index) {
                 continue;
+            }
+            let Some(number) = take_one(job, id, index, fx) else { continue };
+            if writes {
+                let name = AttemptName { job: job.id, stage: 0, index, number: u32::from(number), sequence: id.sequence };
+                volumes::give(volumes, now_ms, job, name, fx);
             }
             match taken.last_mut() {
                 Some(last) if last.first + last.count == index => last.count += 1,
@@ -77,12 +84,13 @@ fn take(state: &mut State, id: BundleId, assignment: &Assignment, fx: &mut Effec
     taken
 }
 
-fn take_one(job: &mut Job, id: BundleId, index: u32, fx: &mut Effects) -> bool {
+/// Opens one, and returns the number of its try.
+fn take_one(job: &mut Job, id: BundleId, index: u32, fx: &mut Effects) -> Option<u16> {
     // Fresh tasks are given out in order, so that "never given out" is one number; a leader that skips ahead is wrong.
     let fresh = index == job.progress.next_fresh && job.fresh() > 0;
     let waits = fresh || job.ready.contains(&index);
     if !waits || job.open.contains_key(&index) {
-        return false;
+        return None;
     }
     if fresh {
         job.progress.next_fresh += 1;
@@ -96,7 +104,7 @@ fn take_one(job: &mut Job, id: BundleId, index: u32, fx: &mut Effects) -> bool {
     });
     job.open.insert(index, OpenAttempt { bundle: id, number });
     fx.touched_pages.insert((job.id, index / PAGE_TASKS));
-    true
+    Some(number)
 }
 
 /// Ends the attempt of one task on `worker`: its bundle shrinks, and with the bundle's last attempt the slot is free. Returns

@@ -11,6 +11,7 @@ use volley_jobspecs::ids::{IdError, check_name};
 use volley_jobspecs::observe::Observing;
 use volley_jobspecs::validate::Features;
 use volley_store::StoreConfig;
+use volley_volume::format::seal::ClusterKeys;
 
 use crate::api::auth::{BOOTSTRAP_ID, TOKEN_PREFIX};
 use crate::api::listen::Limits;
@@ -69,6 +70,8 @@ pub struct CoordinatorConfig {
     pub tuning: Tuning,
     /// Who is told of spans and figures.
     pub observer: Observing,
+    /// The keys that volumes' keys are wrapped with. None: there are no volumes.
+    pub volume_keys: Option<ClusterKeys>,
 }
 
 // Written by hand so that no log line can ever show a secret.
@@ -125,6 +128,7 @@ impl CoordinatorConfig {
             collect: Collect::default(),
             tuning: Tuning::default(),
             observer: None,
+            volume_keys: None,
         }
     }
 

@@ -320,7 +320,7 @@ mod tests {
             let actions = leader.poll(state, digest);
             let publish = actions.into_iter().find_map(|action| match action {
                 Action::Publish { decided, after } => Some((decided, after)),
-                Action::Send(..) | Action::Trail(..) | Action::StepDown => None,
+                Action::Send(..) | Action::Trail(..) | Action::Work(_) | Action::StepDown => None,
             });
             publish.unwrap_or_else(|| panic!("nothing is published"))
         };

@@ -32,7 +32,8 @@ use crate::state::effects::{Answer, Effects};
 use crate::state::rows;
 use crate::state::{Head, State};
 use crate::trace;
-use crate::trail::Trailer;
+use crate::trail::{Keeper, Trailer};
+use crate::volumes::Work;
 
 mod handle;
 mod observe;
@@ -94,6 +95,7 @@ pub(crate) enum Input {
     Await(String, oneshot::Sender<Answer>),
     Published { refused: bool },
     Trailed(JobId, Trailing, bool),
+    Worked(Work, Option<Decision>),
     Record(Decision),
     LeadPublished,
 }
@@ -112,6 +114,8 @@ pub struct Parts {
     pub rows: RocksRows,
     /// What trails a job's end.
     pub trailer: Arc<dyn Trailer>,
+    /// What volumes need in the bucket.
+    pub keeper: Arc<dyn Keeper>,
     /// Tuning.
     pub tuning: Tuning,
     /// Copies of the lease's bucket.
@@ -403,6 +407,11 @@ impl Driver {
                     }
                 }
             }
+            Input::Worked(work, decision) => {
+                if let Some((leader, _)) = self.core.leader() {
+                    leader.worked(&work, decision);
+                }
+            }
             Input::Record(decision) => {
                 if let Some((leader, _)) = self.core.leader() {
                     leader.record(decision);
@@ -414,14 +423,15 @@ impl Driver {
 
     /// Any coordinator that knows the job answers; the worker takes the first answer.
     fn job_request(&self, job: JobId, reply: Subject) {
-        let facts = match self.core.state().job(job) {
-            Some(found) => Some(found.facts.clone()),
-            None => rows::header(&self.parts.rows, job).ok().flatten().map(|(facts, _)| facts),
+        let found = match self.core.state().job(job) {
+            Some(found) => Some((found.facts.clone(), found.progress.pins.clone())),
+            None => rows::header(&self.parts.rows, job).ok().flatten().map(|(facts, progress)| (facts, progress.pins)),
         };
-        if let Some(facts) = facts {
+        if let Some((facts, pins)) = found {
             let context = trace::of_job(job, &facts);
             let trace = context.map(|context| context.to_string());
-            let answer = JobForWorker { job, tenant: facts.tenant, plan: facts.plan, spec: facts.spec, trace };
+            let answer =
+                JobForWorker { job, tenant: facts.tenant, plan: facts.plan, spec: facts.spec, trace, pins: pins.unwrap_or_default() };
             self.publish_core(reply, None, context.as_ref().map(observe::header), wire::encode(&answer));
         }
     }
@@ -473,6 +483,13 @@ impl Driver {
                     tokio::spawn(async move {
                         let done = trailer.trail(job, what).await;
                         _ = inputs.send(Input::Trailed(job, what, done)).await;
+                    });
+                }
+                Action::Work(work) => {
+                    let (keeper, inputs) = (self.parts.keeper.clone(), self.inputs.clone());
+                    tokio::spawn(async move {
+                        let decision = keeper.keep(work.clone()).await;
+                        _ = inputs.send(Input::Worked(work, decision)).await;
                     });
                 }
                 Action::StepDown => {

@@ -16,6 +16,10 @@ use crate::state::State;
 use crate::state::effects::Effects;
 use crate::state::job::Job;
 use crate::timers;
+use crate::volumes::Work;
+
+pub mod volumes;
+use volumes::Works;
 
 /// Silence after which a worker is lost, in milliseconds (DESIGN §5): five beats.
 pub const LOST_AFTER_MS: u64 = 15_000;
@@ -60,6 +64,8 @@ pub enum Action {
     Send(WorkerId, WorkMessage),
     /// Do what trails a job's end, then say so with [`Leader::trailed`].
     Trail(JobId, Trailing),
+    /// Do what a volume needs in the bucket, then say so with [`Leader::worked`].
+    Work(Work),
     /// Another leads: give up the lease and only follow.
     StepDown,
 }
@@ -109,6 +115,8 @@ pub struct Leader {
     place_again: bool,
     next_rate_round_ms: u64,
     doing: BTreeSet<(JobId, Trailing)>,
+    /// What volumes need in the bucket.
+    works: Works,
     /// Jobs whose manifest is to be written. Follows from the state, as the next; kept so that no event costs a walk over all jobs.
     manifests: BTreeSet<JobId>,
     /// Workers that hold bundles of a job, and how many each.
@@ -139,6 +147,7 @@ impl Leader {
             place_again: true,
             next_rate_round_ms: now_ms,
             doing: BTreeSet::new(),
+            works: Works::new(state),
             manifests,
             holders,
         }
@@ -184,6 +193,7 @@ impl Leader {
             self.in_flight = false;
         }
         self.scheduler.learn(&fx.attempts);
+        self.works.applied(state, fx);
         for name in &fx.workers {
             match state.workers.get(name) {
                 None => _ = self.links.remove(name),
@@ -257,6 +267,7 @@ impl Leader {
         if self.manifests != manifests(state) {
             broken.push(format!("the leader has manifests of {:?} to write, the state of {:?}", self.manifests, manifests(state)));
         }
+        broken.extend(self.works.broken(state));
         if self.holders != holders(state) {
             broken.push(format!("the leader takes {:?} for holders, in the state they are {:?}", self.holders, holders(state)));
         }
@@ -366,6 +377,12 @@ impl Leader {
         }
     }
 
+    /// Work for a volume has ended; with nothing to record it failed, and is begun anew.
+    pub fn worked(&mut self, work: &Work, decision: Option<Decision>) {
+        self.works.ended(work);
+        self.pending.extend(decision);
+    }
+
     /// A message on our subject was passed over: the server counts it all the same.
     pub fn passed_over(&mut self, sequence: u64) {
         self.passed = self.passed.max(sequence);
@@ -396,6 +413,9 @@ impl Leader {
             }
         }
         self.trail(state, &mut actions);
+        if !self.in_flight {
+            actions.extend(self.works.begin(state, &self.pending).into_iter().map(Action::Work));
+        }
         actions
     }
 

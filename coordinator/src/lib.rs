@@ -34,3 +34,4 @@ pub mod trace;
 pub mod track;
 pub mod trail;
 pub mod uploads;
+pub mod volumes;

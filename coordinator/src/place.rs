@@ -18,6 +18,7 @@ use crate::state::State;
 use crate::state::effects::AttemptRow;
 use crate::state::job::Job;
 use crate::state::worker::{self, BUNDLES_PER_SLOT, Bundle, Promised, Worker};
+use crate::volumes;
 
 mod measure;
 pub use measure::{Conduct, Durations};
@@ -194,6 +195,8 @@ struct Queue<'a> {
     pinned: bool,
     /// No worker has room to build the template of its machines.
     too_large: bool,
+    /// Its tasks write volumes: each is a bundle of its own, so that a volume is free as soon as its task has ended.
+    writes: bool,
 }
 
 /// One round: who runs what next. `silent` workers get nothing. `now_ms` is monotonic and for rate limits only.
@@ -240,9 +243,19 @@ pub fn place(scheduler: &mut Scheduler, state: &State, now_ms: u64, silent: &BTr
         queue.starts = queue.starts.saturating_sub(count);
         scheduler.started(queue.job.id, count);
         assignments.push(assignment);
-        shares.push_back(queue);
+        // Where all its tasks write one volume, that one is given out now.
+        let goes_on = !queue.writes || !volumes::one_at_a_time(&queue.job.facts.plan) && next_is_free(state, &mut queue);
+        shares.count(queue.job);
+        if goes_on {
+            shares.push(queue);
+        }
     }
     assignments
+}
+
+/// Can the queue's next task be given what it writes?
+fn next_is_free(state: &State, queue: &mut Queue<'_>) -> bool {
+    queue.waiting.peek().is_some_and(|index| volumes::are_free(&state.volumes, queue.job, index))
 }
 
 /// What one round knows of the whole cluster.
@@ -298,7 +311,7 @@ fn fit(
         return None;
     };
     let alone = |index| scheduler.avoid.contains_key(&(job.id, index));
-    let size = scheduler.bundle_tasks(job.id, queue.waiting.left(), cluster.slots).min(queue.starts);
+    let size = if queue.writes { 1 } else { scheduler.bundle_tasks(job.id, queue.waiting.left(), cluster.slots) }.min(queue.starts);
     let tasks = queue.waiting.take(size, alone);
     let worker = &candidates[at];
     let assignment = Assignment { worker: worker.name.clone(), incarnation: worker.worker.incarnation, job: job.id, tasks };
@@ -322,7 +335,11 @@ impl<'a> Shares<'a> {
                 let starts = scheduler.starts_left(job, now_ms);
                 let pinned = worker::image_is_somewhere(&state.workers, &job.facts.plan.needs);
                 let too_large = worker::is_too_large(&state.workers, &job.facts.plan.needs);
-                shares.push(Queue { job, waiting: Waiting::new(job), bundles: job.bundles, starts, pinned, too_large });
+                let writes = volumes::written(&job.facts.plan).next().is_some();
+                let mut queue = Queue { job, waiting: Waiting::new(job), bundles: job.bundles, starts, pinned, too_large, writes };
+                if !writes || next_is_free(state, &mut queue) {
+                    shares.push(queue);
+                }
             }
         }
         shares
@@ -339,12 +356,11 @@ impl<'a> Shares<'a> {
         class.entry(&queue.job.facts.tenant).or_default().insert((share, queue.job.id), queue);
     }
 
-    /// Puts a queue back that was given one bundle more.
-    fn push_back(&mut self, queue: Queue<'a>) {
-        if let Some((bundles, _, _)) = self.tenants.get_mut(&queue.job.facts.tenant) {
+    /// A job was given one bundle more.
+    fn count(&mut self, job: &Job) {
+        if let Some((bundles, _, _)) = self.tenants.get_mut(&job.facts.tenant) {
             *bundles += 1;
         }
-        self.push(queue);
     }
 
     /// The queue that is furthest behind its share, in the highest class.

@@ -33,6 +33,7 @@ use crate::io::log::{Log, LogError, Shape};
 use crate::io::objects::Objects;
 use crate::io::restore::{self, RestoreError};
 use crate::io::rocks::Watch;
+use crate::io::volumes::Volumes;
 use crate::io::{stream, templates};
 use crate::metrics::Metrics;
 
@@ -168,6 +169,7 @@ struct Ground {
     store: Store,
     log: Log,
     metrics: Metrics,
+    volumes: Volumes,
     /// As given, and with the port that was found free.
     listen: SocketAddr,
 }
@@ -201,7 +203,8 @@ async fn start(config: CoordinatorConfig, stop: CancellationToken) -> Result<Run
     store.probe().await?;
     let log = identify(&config, &store, client.clone()).await?;
     let (listen, cluster) = (config.listen, log.cluster.clone());
-    let mut ground = Ground { config, bootstrap_hash, client, connections, store, log, metrics: Metrics::default(), listen };
+    let volumes = Volumes::new(&store, config.volume_keys.clone());
+    let mut ground = Ground { config, bootstrap_hash, client, connections, store, log, metrics: Metrics::default(), volumes, listen };
     // Before the driver starts: a coordinator that can't be reached should not lead.
     let listener = ground.listen().await?;
     let addr = listener.local_addr().map_err(|source| StartError::Listen { listen, source })?;
@@ -230,6 +233,7 @@ impl Ground {
         let app = Arc::new(App {
             handle: handle.clone(),
             store: self.store.clone(),
+            volumes: self.volumes.clone(),
             store_config: self.config.store.clone(),
             items_buckets: self.config.items_buckets.clone(),
             bootstrap_hash: self.bootstrap_hash.clone(),
@@ -262,7 +266,7 @@ impl Ground {
         // New at each start: what an earlier life wrote must not be taken for our own.
         let name = format!("{}-{}", self.config.name, random_hex(4)?);
         let rows = restore::open(&self.config.data_dir, &self.store, &self.log).await?;
-        let trailer = Arc::new(Objects::new(self.store.clone(), rows.clone(), self.metrics.clone()));
+        let trailer = Arc::new(Objects::new(self.store.clone(), rows.clone(), self.metrics.clone(), self.volumes.clone()));
         let watch = rows.watch();
         let parts = Parts {
             name: name.clone(),
@@ -271,6 +275,7 @@ impl Ground {
             log: self.log.clone(),
             rows,
             trailer,
+            keeper: Arc::new(self.volumes.clone()),
             tuning: self.config.tuning,
             replicas: self.log.replicas,
             metrics: self.metrics.clone(),

@@ -14,6 +14,7 @@ use crate::state::job::Job;
 use crate::state::task::Phase;
 use crate::state::worker::Worker;
 use crate::track::open_name;
+use crate::volumes;
 
 /// An unanswered message is sent again after this long, in milliseconds.
 pub const RESEND_MS: u64 = 1_000;
@@ -81,7 +82,9 @@ impl Link {
         let tasks = tries(job, id, indices);
         if !tasks.is_empty() {
             self.sent.insert(id, u64::MAX);
-            self.order(Order::Run(Bundle { id, job: job.id, tasks }));
+            let indices = tasks.iter().flat_map(|tries| tries.first..tries.first + tries.count);
+            let volumes = indices.flat_map(|index| volumes::given(&state.volumes, job, index)).collect();
+            self.order(Order::Run(Bundle { id, job: job.id, tasks, volumes }));
         }
     }
 

@@ -37,6 +37,7 @@ fn mentions(sequence: u64, record: &Record, job: JobId) -> bool {
             Decision::AttemptsLost(names) => names.iter().any(|name| name.job == job),
             Decision::Done { job: done, .. } => *done == job,
             Decision::UploadFound { jobs, .. } => jobs.contains(&job),
+            Decision::VolumePinned { job: pinned, .. } => *pinned == job,
             Decision::Tick(_)
             | Decision::WorkerJoined { .. }
             | Decision::WorkerLost { .. }
@@ -44,6 +45,8 @@ fn mentions(sequence: u64, record: &Record, job: JobId) -> bool {
             | Decision::Digest { .. }
             | Decision::Quarantine { .. }
             | Decision::Checkpointed { .. }
+            | Decision::VolumePromoted { .. }
+            | Decision::VolumeGone { .. }
             | Decision::UploadGone { .. } => false,
         }),
     }

@@ -32,5 +32,6 @@ pub fn plan(tasks: u32) -> JobPlan {
         },
         retention: Retention { job_ms: None, failed_objects_ms: None },
         items: None,
+        volumes: Vec::new(),
     }
 }

@@ -18,7 +18,7 @@ use crate::state::effects::{AttemptRow, Effects, ResultEntry};
 use crate::state::job::Trouble;
 use crate::state::task::{Cell, Phase};
 use crate::state::worker::{self, Promised, Worker};
-use crate::{assign, finish, retry, timers};
+use crate::{assign, finish, retry, timers, volumes};
 
 /// Tries of a task whose image no live worker has. With the default backoff the fifth comes after some 8 seconds: enough for a worker that
 /// has it to be started anew.
@@ -45,7 +45,11 @@ fn ended(state: &mut State, sequence: u64, worker: &WorkerId, end: &AttemptEnd, 
     if open.bundle.sequence != name.sequence || u32::from(open.number) != name.number {
         return None;
     }
+    let end = &*volumes::judge(state, end);
     let assigned_ms = assign::close(state, worker, name.job, name.index, fx)?;
+    // Of a task that was cancelled meanwhile nothing is accepted.
+    let wanted = state.jobs.get(&name.job)?.cell(name.index).is_some_and(|cell| cell.phase == Phase::Open);
+    volumes::ended(state, end, wanted && end.ending == Ending::Succeeded, fx);
     if end.ending != Ending::Returned && charge {
         let row = AttemptRow { worker: worker.clone(), end: end.clone(), assigned_ms, ended_ms: state.head.now_ms };
         fx.attempts.push((*name, row));

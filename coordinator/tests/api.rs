@@ -413,8 +413,12 @@ async fn outputs_and_kept_logs_come_back_and_failed_ones_are_swept() {
     assert_eq!(cluster.get(&format!("{at}/logs?follow=true&attempt=1")).await.expect(200).text(), "whole stdout\nerr\n");
 
     use volley_coordinator::trail::Trailer;
-    let objects =
-        volley_coordinator::io::objects::Objects::new(cluster.store.clone(), cluster.running.handle.rows().clone(), Default::default());
+    let objects = volley_coordinator::io::objects::Objects::new(
+        cluster.store.clone(),
+        cluster.running.handle.rows().clone(),
+        Default::default(),
+        cluster.running.app.volumes.clone(),
+    );
     assert!(objects.trail(id(&job), volley_jobspecs::wire::record::Trailing::FailedObjects).await);
     let left = cluster.store.list(&format!("jobs/{job}/main/"), None, 100).await.expect("a list");
     assert!(left.objects.len() == 3 && left.objects.iter().all(|o| o.key.starts_with(&keys::attempt_prefix(&names[1]))), "{left:?}");

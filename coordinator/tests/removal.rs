@@ -61,7 +61,7 @@ impl World {
                 match action {
                     Action::Publish { decided, .. } => _ = self.apply(Record::Decided(decided)),
                     Action::Trail(job, what) => trails.push((job, what)),
-                    Action::Send(..) | Action::StepDown => {}
+                    Action::Send(..) | Action::Work(_) | Action::StepDown => {}
                 }
             }
         }

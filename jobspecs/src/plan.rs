@@ -6,9 +6,13 @@
 use crate::backoff::Backoff;
 use crate::image;
 use crate::machine;
-use crate::spec::{FailFastMode, FailureLimit, Isolation, Keep, Placement, Resources, RetentionSpec, RetryAction, RetrySpec, TaskSpec};
+use crate::spec::volumes::parse_name;
+use crate::spec::{
+    Access, FailFastMode, FailureLimit, Isolation, Keep, Placement, Resources, RetentionSpec, RetryAction, RetrySpec, TaskSpec, VolumeMount,
+};
 use crate::validate::ValidJob;
 use crate::wire::plan;
+use crate::wire::volume::{self, VolumePlan};
 
 /// CPU set aside for a task that doesn't say, in thousandths of a core.
 pub const CPU_MILLI_DEFAULT: u32 = 1_000;
@@ -40,7 +44,24 @@ pub fn plan(job: &ValidJob, tasks: u32) -> plan::JobPlan {
         needs: plan::Needs { image: image(task), ..needs(task.isolation, &task.resources, &spec.placement) },
         retention: retention(&spec.retention),
         items: None,
+        volumes: task.volumes.iter().filter_map(volume).collect(),
     }
+}
+
+/// None only for a name that is none, which was refused before.
+fn volume(mount: &VolumeMount) -> Option<VolumePlan> {
+    // A name with something to be put in is no name yet; it has no snapshot, as it is written.
+    let (name, snapshot) = match mount.access {
+        Access::Rw => (mount.volume.as_str(), None),
+        Access::Ro | Access::Clone => parse_name(&mount.volume).ok()?,
+    };
+    let access = match mount.access {
+        Access::Ro => volume::Access::Ro,
+        Access::Rw => volume::Access::Rw,
+        Access::Clone => volume::Access::Clone,
+    };
+    let size_bytes = mount.size.filter(|_| mount.access == Access::Rw).map(|size| size.0);
+    Some(VolumePlan { name: name.to_owned(), snapshot: snapshot.map(str::to_owned), access, size_bytes })
 }
 
 fn retry(retry: &RetrySpec) -> plan::Retry {
@@ -171,8 +192,31 @@ mod tests {
             },
             retention: plan::Retention { job_ms: Some(3_600_000), failed_objects_ms: Some(3_600_000) },
             items: None,
+            volumes: vec![],
         };
         assert_eq!(got, wanted);
+    }
+
+    #[test]
+    fn volumes_are_planned_slot_by_slot() {
+        let got = plan_of(
+            json!({ "version": "volley/v1", "name": "n", "items": { "count": 2 }, "task": { "image": "i", "command": "x", "volumes": [
+            { "volume": "a", "path": "/a" }, { "volume": "b@s", "path": "/b", "access": "clone", "size": "1GiB" },
+            { "volume": "c-${index}", "path": "/c", "access": "rw", "size": "1GiB" }
+        ] } }),
+        );
+        let volume = |name: &str, snapshot: Option<&str>, access, size_bytes| VolumePlan {
+            name: name.to_owned(),
+            snapshot: snapshot.map(str::to_owned),
+            access,
+            size_bytes,
+        };
+        let wanted = [
+            volume("a", None, volume::Access::Ro, None),
+            volume("b", Some("s"), volume::Access::Clone, None),
+            volume("c-${index}", None, volume::Access::Rw, Some(1 << 30)),
+        ];
+        assert_eq!(got.volumes, wanted);
     }
 
     #[test]

@@ -37,3 +37,4 @@ mod retry;
 mod telemetry;
 mod templates;
 mod users;
+mod volumes;

@@ -3,8 +3,9 @@
 use volley_coordinator::core::{Core, Message};
 use volley_coordinator::leader::{Action, Tuning};
 use volley_coordinator::state::rows::{MapRows, Rows as _, Table, Write};
-use volley_jobspecs::ids::WorkerId;
-use volley_jobspecs::wire::record::{Decided, Record};
+use volley_coordinator::volumes::Work;
+use volley_jobspecs::ids::{SnapshotId, WorkerId};
+use volley_jobspecs::wire::record::{Decided, Decision, Record};
 use volley_jobspecs::wire::work::{Beat, BeatAnswer, WorkAnswer};
 use volley_jobspecs::wire::{self};
 
@@ -144,11 +145,35 @@ impl Coordinator {
                         leader.trailed(*job, *what, true);
                     }
                 }
+                // The bucket does at once what is asked of it.
+                Action::Work(work) => {
+                    if let Some((leader, _)) = self.core.leader() {
+                        leader.worked(work, Some(worked(work)));
+                    }
+                }
                 Action::StepDown => self.step_down(),
                 Action::Send(..) => {}
             }
         }
         actions
+    }
+}
+
+/// What is recorded when work for a volume is done.
+fn worked(work: &Work) -> Decision {
+    match work {
+        Work::Promote { tenant, name, volume, promotion } => Decision::VolumePromoted {
+            tenant: tenant.clone(),
+            name: name.clone(),
+            volume: *volume,
+            generation: promotion.generation,
+            why: None,
+        },
+        Work::Pin { job, pin, .. } => {
+            let snapshot = pin.snapshot.unwrap_or(SnapshotId([1; 16]));
+            Decision::VolumePinned { job: *job, slot: pin.slot, snapshot }
+        }
+        Work::Remove { tenant, volume } => Decision::VolumeGone { tenant: tenant.clone(), volume: *volume },
     }
 }
 

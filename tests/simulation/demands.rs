@@ -73,6 +73,7 @@ pub fn submit(random: &mut Random, key: u64) -> Submit {
             failed_objects_ms: random.one_in(2).then(|| random.below(40_000)),
         },
         items: None,
+        volumes: Vec::new(),
     };
     let actor = Actor { tenant: TenantId::new("default").unwrap(), principal: "person".to_owned(), request_id: format!("s{key}") };
     Submit {

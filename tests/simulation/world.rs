@@ -431,7 +431,7 @@ impl World {
                         self.core_message(Event::Work { to, from: at, message });
                     }
                 }
-                Action::Trail(..) | Action::StepDown => {}
+                Action::Trail(..) | Action::Work(_) | Action::StepDown => {}
             }
         }
     }

@@ -8,7 +8,7 @@ const ALLOWED: [(&str, &[&str]); 8] = [
     ("jobspecs/Cargo.toml", &[]),
     ("volume/store/Cargo.toml", &["volley-jobspecs"]),
     ("volume/Cargo.toml", &["volley-jobspecs", "volley-store"]),
-    ("coordinator/Cargo.toml", &["volley-jobspecs", "volley-store"]),
+    ("coordinator/Cargo.toml", &["volley-jobspecs", "volley-store", "volley-volume"]),
     ("worker/Cargo.toml", &["volley-jobspecs", "volley-store", "volley-volume", "volley-guest"]),
     ("worker/guest/Cargo.toml", &["volley-jobspecs"]),
     ("sdk/rust/Cargo.toml", &["volley-jobspecs"]),

@@ -287,6 +287,8 @@ impl Attempt {
             outputs: outcome.outputs,
             blameless: outcome.blameless.then_some(true),
             cause: outcome.cause,
+            volumes: Vec::new(),
+            kept: Vec::new(),
         }
     }
 

@@ -173,7 +173,7 @@ mod tests {
 
     fn bundle() -> HeldBundle {
         let tasks = vec![Try { first: 4, count: 3, number: 1 }, Try { first: 9, count: 1, number: 2 }];
-        HeldBundle::new(&Bundle { id: BundleId { sequence: 5, place: 0 }, job: JobId(1), tasks }, 0)
+        HeldBundle::new(&Bundle { id: BundleId { sequence: 5, place: 0 }, job: JobId(1), tasks, volumes: Vec::new() }, 0)
     }
 
     #[test]
@@ -201,7 +201,7 @@ mod tests {
     #[test]
     fn a_bundle_that_overflows_the_index_is_cut() {
         let tasks = vec![Try { first: u32::MAX, count: 5, number: 1 }];
-        let b = HeldBundle::new(&Bundle { id: BundleId { sequence: 5, place: 0 }, job: JobId(1), tasks }, 0);
+        let b = HeldBundle::new(&Bundle { id: BundleId { sequence: 5, place: 0 }, job: JobId(1), tasks, volumes: Vec::new() }, 0);
         assert_eq!(b.held().tasks, vec![Run { first: u32::MAX, count: 1 }]);
     }
 }

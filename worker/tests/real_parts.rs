@@ -72,7 +72,7 @@ fn job(id: JobId, spec: &str) -> Vec<u8> {
     let valid = parse_and_validate(spec.as_bytes(), &Features::with_isolation(&[Isolation::Process])).unwrap();
     let plan = plan::plan(&valid, valid.tasks().unwrap() as u32);
     let spec = SpecRef::Inline(ByteVec::from(spec.as_bytes().to_vec()));
-    wire::encode(&JobForWorker { job: id, tenant: TenantId::new("public").unwrap(), plan, spec, trace: None })
+    wire::encode(&JobForWorker { job: id, tenant: TenantId::new("public").unwrap(), plan, spec, trace: None, pins: Vec::new() })
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -109,7 +109,7 @@ async fn tasks_run_and_report_over_a_nats_server_that_is_killed_and_comes_back()
     let orders = (0..4)
         .map(|place| {
             let id = BundleId { sequence: 7, place };
-            Order::Run(Bundle { id, job: JobId(1), tasks: vec![Try { first: place * 10, count: 10, number: 1 }] })
+            Order::Run(Bundle { id, job: JobId(1), tasks: vec![Try { first: place * 10, count: 10, number: 1 }], volumes: Vec::new() })
         })
         .collect();
     let message = wire::encode(&WorkMessage { incarnation, term: Term(1), number: 1, orders });

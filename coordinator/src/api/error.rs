@@ -112,16 +112,29 @@ impl From<Refusal> for ApiError {
     fn from(refusal: Refusal) -> Self {
         let message = refusal.to_string();
         match refusal {
-            Refusal::NoJob(_) | Refusal::NoTenant(_) | Refusal::NoWorker(_) | Refusal::NoToken(_) => Self::not_found(message),
+            Refusal::NoJob(_)
+            | Refusal::NoTenant(_)
+            | Refusal::NoWorker(_)
+            | Refusal::NoToken(_)
+            | Refusal::VolumeMissing(_)
+            | Refusal::SnapshotMissing { .. } => Self::not_found(message),
             Refusal::KeyReused { .. }
             | Refusal::BuiltIn(_)
             | Refusal::TenantBusy { .. }
             | Refusal::Ended(_)
             | Refusal::NotEnded(_)
             | Refusal::Removed(_)
+            | Refusal::VolumeExists(_)
+            | Refusal::VolumeHeld { .. }
+            | Refusal::SnapshotExists { .. }
             | Refusal::NothingToRerun(_) => Self::new(StatusCode::CONFLICT, "conflict", message),
             Refusal::Quota { .. } => Self::new(StatusCode::TOO_MANY_REQUESTS, "quota", message),
             Refusal::NeverFits { .. } => Self::bad_spec("$.items", message),
+            Refusal::NoVolume { slot, .. } | Refusal::NoSnapshot { slot, .. } => {
+                let place = format!("$.task.volumes[{slot}].volume");
+                let text = message.strip_prefix(&format!("{place}: ")).unwrap_or(&message);
+                Self::bad_spec(&place, text)
+            }
             Refusal::Priority { .. } => {
                 let text = message.strip_prefix("$.priority: ").unwrap_or(&message);
                 Self::bad_spec("$.priority", text)
@@ -153,7 +166,7 @@ impl From<IdError> for ApiError {
     fn from(error: IdError) -> Self {
         match error {
             IdError::Job(_) => Self::not_found(error.to_string()),
-            IdError::Name(_) => Self::bad_request(error.to_string()),
+            IdError::Name(_) | IdError::Volume(_) | IdError::Snapshot(_) => Self::bad_request(error.to_string()),
         }
     }
 }

@@ -26,6 +26,7 @@ pub mod tasks;
 pub mod tenants;
 pub mod uploads;
 pub mod views;
+pub mod volumes;
 pub mod workers;
 
 use std::sync::Arc;
@@ -48,6 +49,7 @@ use volley_jobspecs::validate::Features;
 use volley_store::{Store, StoreConfig};
 
 use crate::driver::{Handle, RequestError};
+use crate::io::volumes::Volumes;
 use crate::state::effects::Refusal;
 use crate::state::job::{Facts, Progress};
 use crate::state::rows;
@@ -66,6 +68,8 @@ pub struct App {
     pub handle: Handle,
     /// The bucket.
     pub store: Store,
+    /// Volumes in it.
+    pub volumes: Volumes,
     /// How the bucket is reached; for reading items from others.
     pub store_config: StoreConfig,
     /// Other buckets that items may be read from; `*` is any.
@@ -154,6 +158,10 @@ fn routes() -> OpenApiRouter<Arc<App>> {
         .routes(routes!(workers::list))
         .routes(routes!(workers::drain))
         .routes(routes!(workers::resume))
+        .routes(routes!(volumes::list, volumes::create))
+        .routes(routes!(volumes::show, volumes::remove))
+        .routes(routes!(volumes::snapshot))
+        .routes(routes!(volumes::remove_snapshot))
         .routes(routes!(tenants::list, tenants::put))
         .routes(routes!(tenants::remove))
         .routes(routes!(tenants::list_tokens, tenants::create_token))

@@ -12,3 +12,4 @@ pub mod restore;
 pub mod rocks;
 pub mod stream;
 pub mod templates;
+pub mod volumes;

@@ -19,6 +19,7 @@ use volley_store::{DeleteError, ListError, PutError, Store};
 
 use super::garbage::delete_all;
 use super::rocks::RocksRows;
+use super::volumes::Volumes;
 use crate::api::results::{self, Cursor, Wanted};
 use crate::api::views;
 use crate::metrics::Metrics;
@@ -45,6 +46,8 @@ enum TrailError {
     List(#[from] ListError),
     #[error(transparent)]
     Delete(#[from] DeleteError),
+    #[error("letting go of what it read of volumes: {0}")]
+    Volumes(String),
 }
 
 /// The manifest of a round, as JSON.
@@ -82,13 +85,14 @@ pub struct Objects {
     store: Store,
     rows: RocksRows,
     metrics: Metrics,
+    volumes: Volumes,
 }
 
 impl Objects {
     /// In this bucket, from these rows.
     #[must_use]
-    pub fn new(store: Store, rows: RocksRows, metrics: Metrics) -> Self {
-        Self { store, rows, metrics }
+    pub fn new(store: Store, rows: RocksRows, metrics: Metrics, volumes: Volumes) -> Self {
+        Self { store, rows, metrics, volumes }
     }
 
     async fn manifest(&self, job: JobId) -> Result<(), TrailError> {
@@ -162,7 +166,13 @@ impl Objects {
     /// Deletes everything of a job. What older builds let several jobs share is left to the collector of garbage.
     async fn delete(&self, job: JobId) -> Result<(), TrailError> {
         delete_all::<TrailError>(&self.store, &keys::job_prefix(job)).await?;
-        let Some(facts) = rows::facts(&self.rows, job)? else { return Ok(()) };
+        let Some((facts, progress)) = rows::header(&self.rows, job)? else { return Ok(()) };
+        if progress.pins.is_some() {
+            let unpinned = self.volumes.with(move |host| host.unpin(&job.to_string())).await;
+            let unpinned =
+                unpinned.ok_or_else(|| TrailError::Volumes("this coordinator has no key for them (--volume-keys)".to_owned()))?;
+            unpinned.map_err(|error| TrailError::Volumes(error.to_string()))?;
+        }
         if let Some(items) = facts.plan.items.filter(|name| keys::of_one_job(name)) {
             delete_all::<TrailError>(&self.store, &keys::items_prefix(&items)).await?;
         }

@@ -43,6 +43,8 @@ pub struct Effects {
     pub keys: BTreeSet<(TenantId, String)>,
     /// Uploads that changed or went.
     pub uploads: BTreeSet<(TenantId, String)>,
+    /// Volumes that changed or went.
+    pub volumes: BTreeSet<(TenantId, String)>,
     /// Ends of attempts.
     pub attempts: Vec<(AttemptName, AttemptRow)>,
     /// Ends of tasks: job, sequence of the record that ended it, place among that record's ends.
@@ -80,6 +82,7 @@ impl Effects {
             && self.tokens.is_empty()
             && self.keys.is_empty()
             && self.uploads.is_empty()
+            && self.volumes.is_empty()
             && self.attempts.is_empty()
             && self.results.is_empty()
     }
@@ -226,6 +229,56 @@ pub enum Refusal {
     /// The job is being removed.
     #[error("job {0} is being removed; submit it again instead")]
     Removed(JobId),
+    /// A volume that a job names is not there.
+    #[error(
+        "$.task.volumes[{slot}].volume: there is no volume {name} (`volley volume ls` lists them); with \"access\": \"rw\" and \"size\" it is made"
+    )]
+    NoVolume {
+        /// Its place in the spec.
+        slot: u8,
+        /// Which.
+        name: String,
+    },
+    /// A snapshot that a job names is not there.
+    #[error("$.task.volumes[{slot}].volume: volume {name} has no snapshot {snapshot} (`volley volume show {name}` lists them)")]
+    NoSnapshot {
+        /// Its place in the spec.
+        slot: u8,
+        /// Of which volume.
+        name: String,
+        /// Which.
+        snapshot: String,
+    },
+    /// No such volume.
+    #[error("there is no volume {0} (`volley volume ls` lists them)")]
+    VolumeMissing(String),
+    /// The name is taken.
+    #[error("there is a volume {0} already; choose another name, or remove it with `volley volume rm {0}`")]
+    VolumeExists(String),
+    /// Somebody writes it.
+    #[error("volume {name} is in use: {by}; wait for it, or cancel or detach what has it")]
+    VolumeHeld {
+        /// Which.
+        name: String,
+        /// By whom.
+        by: String,
+    },
+    /// No such snapshot.
+    #[error("volume {name} has no snapshot {snapshot} (`volley volume show {name}` lists them)")]
+    SnapshotMissing {
+        /// Of which volume.
+        name: String,
+        /// Which.
+        snapshot: String,
+    },
+    /// The snapshot's name is taken.
+    #[error("volume {name} has a snapshot {snapshot} already; choose another name")]
+    SnapshotExists {
+        /// Of which volume.
+        name: String,
+        /// Which.
+        snapshot: String,
+    },
     /// Nothing to rerun.
     #[error("job {0} has no task that ended without success: there is nothing to rerun")]
     NothingToRerun(JobId),

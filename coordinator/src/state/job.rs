@@ -12,6 +12,7 @@ use volley_jobspecs::ids::{BundleId, JobId, TenantId, WorkerId};
 use volley_jobspecs::wire::plan::{JobPlan, SpecRef};
 use volley_jobspecs::wire::record::Trailing;
 use volley_jobspecs::wire::report::Cause;
+use volley_jobspecs::wire::volume::Pin;
 
 use super::task::{Cell, PAGE_TASKS, Page, Phase};
 
@@ -112,6 +113,9 @@ pub struct Progress {
     /// What keeps its tasks from beginning, or did last; gone with the next success. Since level 6.
     #[n(15)]
     pub trouble: Option<Trouble>,
+    /// What its tasks read and copy; none: nothing. Since level 7.
+    #[n(16)]
+    pub pins: Option<Vec<Pin>>,
 }
 
 /// What kept tasks of a job from beginning: kept once, however many met it.
@@ -192,7 +196,13 @@ impl Job {
     /// May tasks of it be given out?
     #[must_use]
     pub fn startable(&self) -> bool {
-        !self.progress.paused && self.progress.ending.is_none() && self.progress.ended_ms.is_none()
+        !self.progress.paused && self.progress.ending.is_none() && self.progress.ended_ms.is_none() && self.is_pinned()
+    }
+
+    /// Is everything there that its tasks read and copy?
+    #[must_use]
+    pub fn is_pinned(&self) -> bool {
+        self.progress.pins.iter().flatten().all(|pin| pin.held)
     }
 
     /// Ended tasks of one class.

@@ -8,15 +8,17 @@ pub mod invariants;
 pub mod job;
 pub mod rows;
 pub mod task;
+pub mod volume;
 pub mod worker;
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use minicbor::{Decode, Encode};
-use volley_jobspecs::ids::{BundleId, JobId, TenantId, Term, WorkerId};
+use volley_jobspecs::ids::{BundleId, JobId, TenantId, Term, VolumeId, WorkerId};
 use volley_jobspecs::wire::record::TenantPolicy;
 
 use job::Job;
+use volume::Volumes;
 use worker::Workers;
 
 /// How long an idempotency key is kept after its submit, in milliseconds: a day, as long as a client may reasonably retry.
@@ -156,6 +158,9 @@ pub struct Head {
     #[n(13)]
     #[cbor(default)]
     pub skipped: BTreeSet<u64>,
+    /// Volumes that were removed and whose heads do not say so yet. None: none. Since level 7.
+    #[n(14)]
+    pub volumes_going: Option<BTreeSet<(TenantId, VolumeId)>>,
 }
 
 impl Head {
@@ -200,6 +205,8 @@ pub struct State {
     pub keys: BTreeMap<(TenantId, String), Key>,
     /// Uploads, by tenant and id.
     pub uploads: BTreeMap<(TenantId, String), Upload>,
+    /// Volumes.
+    pub volumes: Volumes,
     /// What happens when. Follows from the rest.
     pub timers: BTreeSet<(u64, Timer)>,
     /// Bundles open, by tenant; without those that have none. Follows from the jobs.
@@ -254,6 +261,7 @@ impl State {
             feed(rows::encode(key));
             feed(rows::encode(entry));
         }
+        self.volumes.iter().for_each(|((t, k), v)| feed([rows::encode(t), rows::encode(k), rows::encode(v)].concat()));
         self.uploads.iter().for_each(|((t, k), v)| feed([rows::encode(t), rows::encode(k), rows::encode(v)].concat()));
         self.tenants.iter().for_each(|(k, v)| feed([rows::encode(k), rows::encode(v)].concat()));
         self.tokens.iter().for_each(|(k, v)| feed([rows::encode(k), rows::encode(v)].concat()));

@@ -12,6 +12,7 @@
 //! | `Workers` | name | `Worker` with its bundles |
 //! | `Keys` | tenant, 0, key | `Key` |
 //! | `Uploads` | tenant, 0, id | `Upload` |
+//! | `Volumes` | tenant, 0, name | `Volume` |
 //! | `Attempts` | job, index, number (u16), sequence (u64) | `AttemptRow` |
 //! | `Results` | job, log sequence, place (u32) | `ResultEntry` |
 
@@ -45,6 +46,8 @@ pub enum Table {
     Keys,
     /// Uploads.
     Uploads,
+    /// Volumes.
+    Volumes,
     /// Ends of attempts.
     Attempts,
     /// Ends of tasks, in the order they came.
@@ -53,8 +56,18 @@ pub enum Table {
 
 impl Table {
     /// Every table.
-    pub const ALL: [Self; 9] =
-        [Self::Meta, Self::Facts, Self::Jobs, Self::Pages, Self::Workers, Self::Keys, Self::Uploads, Self::Attempts, Self::Results];
+    pub const ALL: [Self; 10] = [
+        Self::Meta,
+        Self::Facts,
+        Self::Jobs,
+        Self::Pages,
+        Self::Workers,
+        Self::Keys,
+        Self::Uploads,
+        Self::Volumes,
+        Self::Attempts,
+        Self::Results,
+    ];
 
     /// Its name in RocksDB.
     #[must_use]
@@ -67,6 +80,7 @@ impl Table {
             Self::Workers => "workers",
             Self::Keys => "keys",
             Self::Uploads => "uploads",
+            Self::Volumes => "volumes",
             Self::Attempts => "attempts",
             Self::Results => "results",
         }
@@ -234,6 +248,8 @@ pub fn batch(state: &State, effects: &Effects) -> Vec<Write> {
         Table::Uploads,
         effects.uploads.iter().map(|(t, k)| (idempotency_key(t, k), state.uploads.get(&(t.clone(), k.clone())))),
     );
+    let volumes = effects.volumes.iter().map(|(t, k)| (idempotency_key(t, k), state.volumes.get(&(t.clone(), k.clone()))));
+    table(&mut writes, Table::Volumes, volumes);
     for (name, row) in &effects.attempts {
         writes.push(Write::Put(Table::Attempts, attempt_key(name), encode(row)));
     }
@@ -289,6 +305,10 @@ pub fn load(rows: &dyn Rows) -> Result<State, RowsError> {
         let (tenant, id) = tenant_and_text(Table::Uploads, &key)?;
         state.timers.extend(crate::uploads::timer(&tenant, &id, &upload));
         state.uploads.insert((tenant, id), upload);
+    }
+    for (key, bytes) in all(rows, Table::Volumes, b"")? {
+        let volume = decode(Table::Volumes, &key, &bytes)?;
+        state.volumes.insert(tenant_and_text(Table::Volumes, &key)?, volume);
     }
     for (key, bytes) in all(rows, Table::Workers, b"")? {
         let worker: Worker = decode(Table::Workers, &key, &bytes)?;

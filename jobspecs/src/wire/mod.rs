@@ -12,6 +12,7 @@
 //! | 4 | a token says when it was made; `RemoveTenant`; an attempt that is handed back is no try |
 //! | 5 | an attempt that ends without having begun is no try, however it ends; nothing that a worker leaves behind of its own will had begun; an attempt that is lost has the isolation its job asks for |
 //! | 6 | what a worker records says which tiers it lacks and why, its room for templates and its images, and is recorded anew when it changes; what a task needs has its image in it; an image that no worker has is an input that is missing |
+//! | 7 | volumes: what jobs ask for, who writes, what is promoted, pinned, kept and removed |
 
 pub mod guest;
 pub mod live;
@@ -20,12 +21,13 @@ pub mod record;
 pub mod report;
 pub mod shell;
 pub mod trace;
+pub mod volume;
 pub mod work;
 
 use minicbor::{Decode, Encode};
 
 /// The newest record level this build can apply.
-pub const LEVEL: u32 = 6;
+pub const LEVEL: u32 = 7;
 /// From this level on there are records of checkpoints and uploads.
 pub const LEVEL_KEEPING: u32 = 2;
 /// From this level on a job notes which record opened its round, a queue deadline says what was waited for, and what a job stored goes
@@ -41,6 +43,8 @@ pub const LEVEL_BEGUN: u32 = 5;
 /// From this level on it is recorded what a worker can't offer and why, how large its machines may be and which images it has; and an image
 /// that no worker has is the job's own fault.
 pub const LEVEL_OFFERS: u32 = 6;
+/// From this level on there are volumes.
+pub const LEVEL_VOLUMES: u32 = 7;
 
 /// Largest message we publish, in bytes: NATS refuses more than 1 MiB by default, and headers need room too.
 pub const MESSAGE_BYTES_MAX: usize = 1_000_000;
@@ -86,8 +90,9 @@ fn text_or_none<S: serde::Serializer>(bytes: &Option<minicbor::bytes::ByteVec>, 
 }
 
 /// Bytes in hex, for people.
-fn hex<S: serde::Serializer>(bytes: &[u8; 16], to: S) -> Result<S::Ok, S::Error> {
-    to.collect_str(&format_args!("{:032x}", u128::from_be_bytes(*bytes)))
+fn hex<S: serde::Serializer, const N: usize>(bytes: &[u8; N], to: S) -> Result<S::Ok, S::Error> {
+    let digits: String = bytes.iter().map(|byte| format!("{byte:02x}")).collect();
+    to.serialize_str(&digits)
 }
 
 #[cfg(test)]

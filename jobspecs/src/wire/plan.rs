@@ -10,6 +10,7 @@ use serde::Serialize;
 
 use crate::backoff::Backoff;
 use crate::failure::FailureClass;
+use crate::wire::volume::VolumePlan;
 
 /// Largest spec that rides in the log, in bytes; a larger one is an object named by its hash.
 pub const SPEC_INLINE_BYTES_MAX: usize = 64 * 1024;
@@ -67,6 +68,10 @@ pub struct JobPlan {
     /// job's have it (`keys::of_one_job`); before, it was the hash of the index, which jobs may share.
     #[n(15)]
     pub items: Option<String>,
+    /// Volumes that its tasks use, each in the slot of its place; at most 4. Since level 7.
+    #[n(16)]
+    #[cbor(default)]
+    pub volumes: Vec<VolumePlan>,
 }
 
 /// At most `count` starts in any `per_ms` milliseconds.

@@ -5,7 +5,7 @@
 use minicbor::{Decode, Encode};
 use serde::Serialize;
 
-use crate::ids::{AttemptName, Incarnation, JobId, TenantId, Term, WorkerId};
+use crate::ids::{AttemptName, Incarnation, JobId, SnapshotId, TenantId, Term, VolumeId, WorkerId};
 use crate::wire::plan::{JobPlan, SpecRef};
 use crate::wire::report::Report;
 use crate::wire::work::WorkerInfo;
@@ -186,6 +186,71 @@ pub enum Verb {
         #[n(0)]
         id: String,
     },
+    /// A volume was made, and gets a name that is no other's. Since level 7.
+    #[n(11)]
+    PutVolume {
+        /// Its name.
+        #[n(0)]
+        name: String,
+        /// Which; its head is in the bucket.
+        #[n(1)]
+        volume: VolumeId,
+        /// Its size, in bytes.
+        #[n(2)]
+        size_bytes: u64,
+    },
+    /// Remove a volume that nobody writes, with its snapshots. Since level 7.
+    #[n(12)]
+    RemoveVolume {
+        /// Its name.
+        #[n(0)]
+        name: String,
+    },
+    /// A snapshot was made, and gets a name among its volume's that is no other's. Since level 7.
+    #[n(13)]
+    PutSnapshot {
+        /// The volume's name.
+        #[n(0)]
+        name: String,
+        /// Which volume; another one may have the name by now.
+        #[n(1)]
+        volume: VolumeId,
+        /// The snapshot's name.
+        #[n(2)]
+        snapshot: String,
+        /// Which; its object is in the bucket.
+        #[n(3)]
+        id: SnapshotId,
+        /// Its size, in bytes.
+        #[n(4)]
+        size_bytes: u64,
+    },
+    /// Take a snapshot's name away. What jobs have pinned stays as long as they do. Since level 7.
+    #[n(14)]
+    RemoveSnapshot {
+        /// The volume's name.
+        #[n(0)]
+        name: String,
+        /// The snapshot's name.
+        #[n(1)]
+        snapshot: String,
+    },
+    /// Give a volume to a person, or with `hold` false take it back. Since level 7.
+    #[n(15)]
+    HoldVolume {
+        /// Its name.
+        #[n(0)]
+        name: String,
+        /// Which; another one may have the name by now.
+        #[n(1)]
+        volume: VolumeId,
+        /// Give, or take back?
+        #[n(2)]
+        hold: bool,
+        /// Its size, in bytes, when it is taken back: a person may have grown it.
+        #[n(3)]
+        size_bytes: Option<u64>,
+    },
 }
 
 /// What a tenant may do.
@@ -349,6 +414,48 @@ pub enum Decision {
         /// Jobs that may name it.
         #[n(2)]
         jobs: Vec<JobId>,
+    },
+    /// What an attempt left in a volume is what the volume is, from now on; or, with `why`, can't be. It may be written again. Since level 7.
+    #[n(12)]
+    VolumePromoted {
+        /// Whose.
+        #[n(0)]
+        tenant: TenantId,
+        /// Its name.
+        #[n(1)]
+        name: String,
+        /// Which.
+        #[n(2)]
+        volume: VolumeId,
+        /// The generation it has now, or was to have.
+        #[n(3)]
+        generation: u64,
+        /// Why it is not so.
+        #[n(4)]
+        why: Option<String>,
+    },
+    /// What a job's tasks read or copy in a slot is there, and safe from collection. Since level 7.
+    #[n(13)]
+    VolumePinned {
+        /// Which job.
+        #[n(0)]
+        job: JobId,
+        /// Which slot.
+        #[n(1)]
+        slot: u8,
+        /// What.
+        #[n(2)]
+        snapshot: SnapshotId,
+    },
+    /// A removed volume's head says that it is gone, so that it may be forgotten. Since level 7.
+    #[n(14)]
+    VolumeGone {
+        /// Whose.
+        #[n(0)]
+        tenant: TenantId,
+        /// Which.
+        #[n(1)]
+        volume: VolumeId,
     },
 }
 

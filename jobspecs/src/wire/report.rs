@@ -9,6 +9,7 @@ use serde::Serialize;
 use crate::failure::FailureClass;
 use crate::ids::{AttemptName, Incarnation, WorkerId};
 use crate::wire::plan::Isolation;
+use crate::wire::volume::{Kept, Left};
 
 /// Largest report message, in bytes (DESIGN §5).
 pub const REPORT_BYTES_MAX: usize = 256 * 1024;
@@ -97,6 +98,16 @@ pub struct AttemptEnd {
     #[n(12)]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub cause: Option<Cause>,
+    /// What it left in volumes that it wrote. Since level 7.
+    #[n(13)]
+    #[cbor(default)]
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub volumes: Vec<Left>,
+    /// Clones that it keeps. Since level 7.
+    #[n(14)]
+    #[cbor(default)]
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub kept: Vec<Kept>,
 }
 
 /// What kept an attempt from beginning. What can be done about it depends on this, and not on the class alone.
@@ -137,6 +148,8 @@ impl AttemptEnd {
             outputs: None,
             blameless: None,
             cause: None,
+            volumes: Vec::new(),
+            kept: Vec::new(),
         }
     }
 }

@@ -11,6 +11,7 @@ use crate::ids::{AttemptName, BundleId, Incarnation, JobId, TenantId, Term, Work
 use crate::wire::LEVEL_OFFERS;
 use crate::wire::plan::{Isolation, JobPlan, SpecRef};
 use crate::wire::record::Run;
+use crate::wire::volume::{Given, Pin};
 
 /// A bundle that a worker holds for longer than this, in milliseconds, is not soon over, whatever its job's median says: the leader lets
 /// nothing more wait behind it, and the worker hands back what did, when the leader is heard. Only a bundle that is expected to take a second
@@ -349,6 +350,10 @@ pub struct Bundle {
     /// Which tasks, each with the number of this try.
     #[n(2)]
     pub tasks: Vec<Try>,
+    /// Volumes that they may write. Since level 7.
+    #[n(3)]
+    #[cbor(default)]
+    pub volumes: Vec<Given>,
 }
 
 /// Tasks `first .. first + count`, all in their `number`-th try.
@@ -399,6 +404,10 @@ pub struct JobForWorker {
     /// W3C trace context (`traceparent`) of the job; its attempts' spans lie below it (`wire::trace`).
     #[n(4)]
     pub trace: Option<String>,
+    /// What its tasks read or copy. Since level 7.
+    #[n(5)]
+    #[cbor(default)]
+    pub pins: Vec<Pin>,
 }
 
 #[cfg(test)]

@@ -83,6 +83,8 @@ enum Verb {
     /// Removes ended jobs with their results, logs and outputs.
     Rm(verbs::rm::Args),
 
+    /// Makes, lists, copies and removes volumes and their snapshots.
+    Volume(verbs::volume::Args),
     /// Lists workers, takes them out of use and back.
     Workers(verbs::workers::Args),
     /// Shows the cluster.
@@ -217,6 +219,7 @@ pub async fn execute(cli: Cli) -> Outcome {
         Verb::Rm(args) => verbs::rm::run(&ctx, args).await,
         Verb::Workers(args) => verbs::workers::run(&ctx, args).await,
         Verb::Cluster(args) => verbs::cluster::run(&ctx, args).await,
+        Verb::Volume(args) => verbs::volume::run(&ctx, args).await,
         Verb::Tenant(args) => verbs::tenant::run(&ctx, args).await,
         Verb::Token(args) => verbs::token::run(&ctx, args).await,
         Verb::Schema(args) => verbs::schema::run(&ctx, args),
@@ -312,6 +315,12 @@ mod tests {
             "volley workers",
             "volley workers drain w1",
             "volley workers resume w1",
+            "volley volume create v 10GiB --flush s3",
+            "volley volume ls",
+            "volley volume show v",
+            "volley volume snapshot v@s",
+            "volley volume clone v@s w",
+            "volley volume rm v@s v",
             "volley tenant add t --weight 50",
             "volley tenant ls",
             "volley tenant rm t",

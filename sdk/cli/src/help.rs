@@ -17,7 +17,7 @@ const GROUPS: [(&str, &[&str]); 6] = [
     ("Submit", &["run", "submit", "plan", "upload"]),
     ("Look", &["jobs", "job", "tasks", "task", "explain", "logs", "results", "outputs", "exec"]),
     ("Control", &["wait", "cancel", "pause", "resume", "rerun", "rm"]),
-    ("Operate", &["workers", "cluster", "tenant", "token"]),
+    ("Operate", &["volume", "workers", "cluster", "tenant", "token"]),
     ("Other", &["schema", "completions"]),
 ];
 
@@ -66,6 +66,16 @@ const EXAMPLES: &[(&str, &str)] = &[
     ("workers drain", "volley workers drain host-7 host-8"),
     ("workers resume", "volley workers resume host-7"),
     ("cluster", "volley cluster\nvolley cluster -o json"),
+    (
+        "volume",
+        "volley volume create state 10GiB\nvolley volume snapshot state@monday\nvolley volume clone state@monday trial\nvolley volume ls",
+    ),
+    ("volume create", "volley volume create state 10GiB\nvolley volume create ledger 1GiB --flush s3"),
+    ("volume ls", "volley volume ls\nvolley volume ls -o json"),
+    ("volume show", "volley volume show state"),
+    ("volume snapshot", "volley volume snapshot state@monday"),
+    ("volume clone", "volley volume clone state@monday trial"),
+    ("volume rm", "volley volume rm state@monday\nvolley volume rm state trial"),
     ("tenant", "volley tenant add red --weight 50 --active-tasks 100000\nvolley tenant rm red"),
     ("tenant add", "volley tenant add red --weight 50 --active-tasks 100000"),
     ("tenant ls", "volley tenant ls"),

@@ -167,6 +167,10 @@ pub struct CoordinatorArgs {
     /// is any.
     #[arg(long = "items-bucket", env = "VOLLEY_ITEMS_BUCKETS", value_name = "NAME", value_delimiter = ',')]
     pub items_buckets: Vec<String>,
+    /// The keys of volumes. In this file, the same for all coordinators and workers: one a line, 64 hexadecimal digits (`openssl rand -hex 32`), the first
+    /// is written with. Without, there are no volumes.
+    #[arg(long, env = "VOLLEY_VOLUME_KEYS", value_name = "FILE")]
+    pub volume_keys: Option<PathBuf>,
 }
 
 fn replicas(text: &str) -> Result<usize, String> {

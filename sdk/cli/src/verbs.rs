@@ -24,5 +24,6 @@ pub mod template;
 pub mod tenant;
 pub mod token;
 pub mod upload;
+pub mod volume;
 pub mod wait;
 pub mod workers;

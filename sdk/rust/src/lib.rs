@@ -35,6 +35,7 @@ mod sse;
 mod submit;
 mod tasks;
 mod upload;
+mod volumes;
 mod watch;
 
 pub use bytes::Bytes;

@@ -86,19 +86,9 @@ impl Core {
         }
         for (place, name) in names {
             let end = AttemptEnd {
-                name,
-                ending: failed.map_or(Ending::Returned, |(class, _)| Ending::Failed(class)),
-                code: None,
                 message: failed.map(|(_, message)| message.to_owned()),
-                isolation,
                 timing: Timing { wait_ms, ..Timing::default() },
-                usage: None,
-                result: None,
-                stdout: None,
-                stderr: None,
-                outputs: None,
-                blameless: None,
-                cause: None,
+                ..AttemptEnd::bare(name, failed.map_or(Ending::Returned, |(class, _)| Ending::Failed(class)), isolation)
             };
             self.take_end(now_ms, end, stages, Origin { bundle: id, place });
         }

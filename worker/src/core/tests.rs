@@ -126,7 +126,12 @@ impl World {
     }
 
     fn run(&mut self, place: u32, first: u32, count: u32) {
-        let bundle = Bundle { id: BundleId { sequence: 10, place }, job: JobId(1), tasks: vec![Try { first, count, number: 1 }] };
+        let bundle = Bundle {
+            id: BundleId { sequence: 10, place },
+            job: JobId(1),
+            tasks: vec![Try { first, count, number: 1 }],
+            volumes: Vec::new(),
+        };
         self.work(vec![Order::Run(bundle)]);
     }
 
@@ -425,7 +430,12 @@ fn above_the_bound_of_unsent_ends_nothing_new_is_started() {
 fn limits_that_can_not_be_enforced_are_refused_with_a_reason() {
     let mut core = Core::new(config(1), Incarnation(1), 0);
     let mut out = Vec::new();
-    let bundle = Bundle { id: BundleId { sequence: 1, place: 0 }, job: JobId(1), tasks: vec![Try { first: 0, count: 1, number: 1 }] };
+    let bundle = Bundle {
+        id: BundleId { sequence: 1, place: 0 },
+        job: JobId(1),
+        tasks: vec![Try { first: 0, count: 1, number: 1 }],
+        volumes: Vec::new(),
+    };
     let orders = vec![Order::Run(bundle)];
     core.handle(0, Input::Work(WorkMessage { incarnation: Incarnation(1), term: Term(1), number: 1, orders }), &mut out);
     assert!(out.contains(&Action::FetchJob(JobId(1))));

@@ -237,6 +237,7 @@ impl World {
             plan: plan::plan(&valid, tasks),
             spec: SpecRef::Inline(ByteVec::from(spec.into_bytes())),
             trace: None,
+            pins: Vec::new(),
         });
         (job, tasks)
     }
@@ -261,7 +262,7 @@ impl World {
 
     pub fn bundle(&self, job: JobId, first: u32, count: u32) -> (BundleId, Order) {
         let id = BundleId { sequence: 100 + self.number, place: first };
-        (id, Order::Run(Bundle { id, job, tasks: vec![Try { first, count, number: 1 }] }))
+        (id, Order::Run(Bundle { id, job, tasks: vec![Try { first, count, number: 1 }], volumes: Vec::new() }))
     }
 
     pub fn ends(&self) -> Vec<AttemptEnd> {

@@ -1,0 +1,70 @@
+//! Volumes in the API.
+//!
+//! Owns the shapes of requests and answers about volumes. What they mean is the coordinator's.
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
+
+use crate::spec::Flush;
+
+api_type! {
+    /// A volume to make.
+    pub struct VolumeRequest {
+        /// Its name: 1 to 128 of a-z A-Z 0-9 . _ -, beginning with a letter or digit.
+        pub name: String,
+        /// Bytes of the disk, 1 MiB to 16 TiB; rounded up to whole blocks of 4 KiB. Needed, unless it is a clone.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        pub size_bytes: Option<u64>,
+        /// What a flush promises: `none`, `local` (default) or `s3`.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        #[schema(value_type = Option<String>)]
+        pub flush: Option<Flush>,
+        /// What it is a clone of: `volume@snapshot`.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        pub from: Option<String>,
+    }
+}
+
+api_type! {
+    /// A snapshot to make of a volume as it was last accepted.
+    pub struct SnapshotRequest {
+        /// Its name, unique within the volume.
+        pub name: String,
+    }
+}
+
+api_type! {
+    /// A volume.
+    pub struct VolumeView {
+        /// Its name.
+        pub name: String,
+        /// Its id: never used again, while a name may be.
+        pub id: String,
+        /// Bytes of the disk.
+        pub size_bytes: u64,
+        /// How often what was written has been accepted.
+        pub generation: u64,
+        /// When it was made (RFC 3339).
+        pub created: String,
+        /// Who has it, or what it waits for; left out: it is free.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        pub held_by: Option<String>,
+        /// Its snapshots, by name.
+        pub snapshots: Vec<SnapshotView>,
+    }
+}
+
+api_type! {
+    /// A snapshot of a volume.
+    pub struct SnapshotView {
+        /// Its name.
+        pub name: String,
+        /// Its id.
+        pub id: String,
+        /// Bytes of the disk.
+        pub size_bytes: u64,
+        /// When it was made (RFC 3339).
+        pub created: String,
+    }
+}

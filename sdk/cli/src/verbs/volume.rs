@@ -1,0 +1,166 @@
+//! `volley volume`.
+
+use clap::Subcommand;
+use jiff::Timestamp;
+use serde_json::json;
+use volley_jobspecs::api::{VolumeRequest, VolumeView};
+use volley_jobspecs::spec::volumes::parse_name;
+use volley_jobspecs::spec::{ByteSize, Flush};
+
+use crate::ctx::Ctx;
+use crate::error::CliError;
+use crate::exit::Exit;
+use crate::table::table;
+use crate::units;
+
+/// What `--flush` takes.
+const FLUSHES: [&str; 3] = ["none", "local", "s3"];
+
+/// Arguments.
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    #[command(subcommand)]
+    verb: Verb,
+}
+
+#[derive(Debug, Subcommand)]
+enum Verb {
+    /// Makes an empty volume.
+    Create {
+        /// Its name. Of a-z A-Z 0-9 . _ -, beginning with a letter or digit.
+        name: String,
+        /// Its size, such as 10GiB. From 1MiB to 16TiB; it takes room only for what is written.
+        #[arg(value_name = "SIZE", value_parser = units::scalar::<ByteSize>)]
+        size: ByteSize,
+        /// What a flush promises: none, local or s3. With `local` what was flushed survives all but the loss of the host's disk, with `s3` that too.
+        #[arg(long, value_name = "MODE", value_parser = FLUSHES, hide_possible_values = true, default_value = "local")]
+        flush: String,
+    },
+    /// Lists volumes.
+    Ls,
+    /// Shows a volume with its snapshots.
+    Show {
+        /// Its name.
+        name: String,
+    },
+    /// Makes a snapshot of a volume as it was last accepted.
+    ///
+    /// What a task is writing now is not in it.
+    Snapshot {
+        /// The volume and the snapshot's name.
+        #[arg(value_name = "VOLUME@SNAPSHOT")]
+        name: String,
+    },
+    /// Makes a volume that begins as a snapshot. Nothing is copied.
+    Clone {
+        /// What it begins as.
+        #[arg(value_name = "VOLUME@SNAPSHOT")]
+        from: String,
+        /// Its name.
+        name: String,
+    },
+    /// Removes volumes with their snapshots, or single snapshots.
+    ///
+    /// What jobs use stays as long as they do.
+    Rm {
+        /// Which.
+        #[arg(required = true, value_name = "VOLUME[@SNAPSHOT]")]
+        names: Vec<String>,
+    },
+}
+
+fn flush(mode: &str) -> Flush {
+    match mode {
+        "none" => Flush::None,
+        "s3" => Flush::S3,
+        _ => Flush::Local,
+    }
+}
+
+fn snapshot(text: &str) -> Result<(&str, &str), CliError> {
+    let parsed = parse_name(text).ok().and_then(|(volume, snapshot)| Some((volume, snapshot?)));
+    parsed.ok_or_else(|| CliError::Usage(format!("{text:?} names no snapshot; allowed: VOLUME@SNAPSHOT")))
+}
+
+/// Carries it out.
+pub async fn run(ctx: &Ctx, args: Args) -> Result<Exit, CliError> {
+    let client = ctx.client()?;
+    match args.verb {
+        Verb::Create { name, size, flush: mode } => {
+            let request = VolumeRequest { name, size_bytes: Some(size.0), flush: Some(flush(&mode)), from: None };
+            let made = client.create_volume(&request).await?;
+            ctx.out.show(&made, || volumes_table(std::slice::from_ref(&made)))?;
+        }
+        Verb::Ls => {
+            let volumes = client.volumes().await?;
+            ctx.out.show(&volumes, || volumes_table(&volumes))?;
+        }
+        Verb::Show { name } => {
+            let volume = client.volume(&name).await?;
+            ctx.out.show(&volume, || shown(&volume))?;
+        }
+        Verb::Snapshot { name } => {
+            let (volume, snapshot) = snapshot(&name)?;
+            let volume = client.create_snapshot(volume, snapshot).await?;
+            ctx.out.show(&volume, || shown(&volume))?;
+            ctx.out.note(&format!("next: `volley volume clone {name} NAME`"));
+        }
+        Verb::Clone { from, name } => {
+            snapshot(&from)?;
+            let made = client.create_volume(&VolumeRequest { name, size_bytes: None, flush: None, from: Some(from) }).await?;
+            ctx.out.show(&made, || volumes_table(std::slice::from_ref(&made)))?;
+        }
+        Verb::Rm { names } => {
+            for name in &names {
+                match parse_name(name) {
+                    Ok((volume, Some(snapshot))) => client.remove_snapshot(volume, snapshot).await?,
+                    Ok((volume, None)) => client.remove_volume(volume).await?,
+                    Err(why) => return Err(CliError::Usage(format!("{name:?} names no volume: {why}"))),
+                }
+            }
+            ctx.out.show(&json!({ "removed": names }), || format!("removed: {}\n", names.join(", ")))?;
+        }
+    }
+    Ok(Exit::Success)
+}
+
+fn volumes_table(volumes: &[VolumeView]) -> String {
+    let now = Timestamp::now();
+    let row = |volume: &VolumeView| {
+        vec![
+            volume.name.clone(),
+            units::bytes(volume.size_bytes),
+            volume.generation.to_string(),
+            volume.snapshots.len().to_string(),
+            units::age(&volume.created, now),
+            volume.held_by.clone().unwrap_or_default(),
+        ]
+    };
+    table(&["VOLUME", "SIZE", "ACCEPTED", "SNAPSHOTS", "AGE", "IN USE"], volumes.iter().map(row).collect())
+}
+
+fn shown(volume: &VolumeView) -> String {
+    let now = Timestamp::now();
+    let mut text = volumes_table(std::slice::from_ref(volume));
+    if !volume.snapshots.is_empty() {
+        let row = |snapshot: &volley_jobspecs::api::SnapshotView| {
+            vec![format!("{}@{}", volume.name, snapshot.name), units::bytes(snapshot.size_bytes), units::age(&snapshot.created, now)]
+        };
+        text.push_str(&format!("\n{}", table(&["SNAPSHOT", "SIZE", "AGE"], volume.snapshots.iter().map(row).collect())));
+    }
+    text.push_str(&format!("\nid: {}\n", volume.id));
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_snapshot_is_named_with_its_volume() {
+        assert_eq!(snapshot("a@b").map_err(|e| e.to_string()), Ok(("a", "b")));
+        for text in ["a", "a@", "@b", "a@b@c"] {
+            assert!(snapshot(text).is_err(), "{text}");
+        }
+    }
+}

@@ -325,18 +325,19 @@ fn a_task_that_failed_goes_to_another_worker_unless_there_is_none() {
     assert_eq!(again.into_iter().map(|assignment| assignment.worker).collect::<Vec<_>>(), before.into_iter().collect::<Vec<_>>());
 }
 
-/// One job's wrong image must not take workers from the others.
+/// One job's wrong image, or the time that it gives a machine to start, must not take workers from the others.
 #[test]
 fn ends_that_say_nothing_of_the_worker_do_not_have_it_quarantined() {
-    for (blameless, judged) in [(None, 1), (Some(true), 0)] {
+    let (restore, start) = (FailureClass::RestoreFailed, FailureClass::StartTimeout);
+    for (class, blameless, judged) in [(restore, None, 1), (restore, Some(true), 0), (start, None, 0), (FailureClass::GuestLost, None, 0)] {
         let mut scheduler = Scheduler::new(BUNDLE_MS, BUNDLE_TASKS_MAX);
         let name = |index| AttemptName { job: JobId(1), stage: 0, index, number: 1, sequence: 2 };
         let row = |index| {
-            let failed = AttemptEnd { blameless, ..end(name(index), Ending::Failed(FailureClass::RestoreFailed), 1) };
+            let failed = AttemptEnd { blameless, ..end(name(index), Ending::Failed(class), 1) };
             (name(index), AttemptRow { end: failed, worker: worker(0), assigned_ms: 0, ended_ms: 1 })
         };
         scheduler.learn(&(0..40).map(row).collect::<Vec<_>>());
-        assert_eq!(scheduler.misbehaving().len(), judged, "{blameless:?}");
+        assert_eq!(scheduler.misbehaving().len(), judged, "{class} {blameless:?}");
         assert_eq!(scheduler.avoid.len(), 40, "another worker may do better");
     }
 }

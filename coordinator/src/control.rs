@@ -20,10 +20,6 @@ pub const BUILT_IN: [&str; 2] = ["default", OPERATOR];
 /// Applies a control.
 pub fn control(state: &mut State, sequence: u64, control: &Control, fx: &mut Effects) {
     let tenant = &control.actor.tenant;
-    if let Some(done) = volumes::verb(state, &control.actor, &control.verb, fx) {
-        let answer = done.map_or_else(Answer::Refused, |()| Answer::Done);
-        return fx.answers.push((control.actor.request_id.clone(), answer));
-    }
     let done = match &control.verb {
         Verb::Cancel { job, stop_running, reason } => cancel(state, sequence, tenant, *job, *stop_running, reason, fx),
         Verb::Pause { job } => pause(state, tenant, *job, true),
@@ -59,12 +55,11 @@ pub fn control(state: &mut State, sequence: u64, control: &Control, fx: &mut Eff
             uploads::uploaded(state, tenant, id, fx);
             Ok(())
         }
-        // Taken above.
         Verb::PutVolume { .. }
         | Verb::RemoveVolume { .. }
         | Verb::PutSnapshot { .. }
         | Verb::RemoveSnapshot { .. }
-        | Verb::HoldVolume { .. } => Ok(()),
+        | Verb::HoldVolume { .. } => volumes::verb(state, &control.actor, &control.verb, fx),
     };
     // A job and pages that were loaded for this record leave memory at its end, whatever came of the record.
     if let Some(job) = crate::apply::job_of(&control.verb).and_then(|id| state.jobs.get(&id)) {

@@ -376,11 +376,11 @@ mod tests {
     use volley_jobspecs::validate::Features;
     use volley_jobspecs::wire::plan::{Isolation, SpecRef};
     use volley_jobspecs::wire::record::Run;
-    use volley_jobspecs::wire::work::WorkerInfo;
 
     use crate::state::job::{Facts, OpenAttempt};
     use crate::state::task::Page;
     use crate::state::worker::{Bundle, Promised};
+    use crate::testing::worker_info;
 
     fn state(slots: u32, isolation: Isolation) -> State {
         let spec = br#"{"version":"volley/v1","name":"x","items":{"count":9},"task":{"isolation":"process","command":"true"},"limits":{"concurrency":5}}"#;
@@ -396,21 +396,7 @@ mod tests {
         };
         let mut state = State::default();
         state.jobs.insert(JobId(1), Job::new(JobId(1), facts));
-        let info = WorkerInfo {
-            slots,
-            cpu_milli: 4_000,
-            memory_bytes: 1 << 30,
-            disk_bytes: 1 << 30,
-            isolation: vec![isolation],
-            labels: BTreeMap::new(),
-            limits: true,
-            build: String::new(),
-            host: String::new(),
-            lacks: Vec::new(),
-            template_bytes: None,
-            images: None,
-            fetches: false,
-        };
+        let info = worker_info(slots, isolation);
         let worker = Worker {
             incarnation: Incarnation(1),
             info,

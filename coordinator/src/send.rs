@@ -82,7 +82,8 @@ impl Link {
         let tasks = tries(job, id, indices);
         if !tasks.is_empty() {
             self.sent.insert(id, u64::MAX);
-            let indices = tasks.iter().flat_map(|tries| tries.first..tries.first + tries.count);
+            let writes = volumes::written(&job.facts.plan).next().is_some();
+            let indices = tasks.iter().filter(|_| writes).flat_map(|tries| tries.first..tries.first + tries.count);
             let volumes = indices.flat_map(|index| volumes::given(&state.volumes, job, index)).collect();
             self.order(Order::Run(Bundle { id, job: job.id, tasks, volumes }));
         }

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 
 use volley_jobspecs::backoff::Backoff;
 use volley_jobspecs::wire::plan::{Isolation, JobPlan, Needs, Retention, Retry};
+use volley_jobspecs::wire::work::WorkerInfo;
 
 /// The plan of a job without limits, whose tasks run nothing and are tried once; kept for ever.
 pub fn plan(tasks: u32) -> JobPlan {
@@ -33,5 +34,24 @@ pub fn plan(tasks: u32) -> JobPlan {
         retention: Retention { job_ms: None, failed_objects_ms: None },
         items: None,
         volumes: Vec::new(),
+    }
+}
+
+/// What a worker has that offers this tier, with so many slots: four cores, and a gibibyte of memory and of disk.
+pub fn worker_info(slots: u32, tier: Isolation) -> WorkerInfo {
+    WorkerInfo {
+        slots,
+        cpu_milli: 4_000,
+        memory_bytes: 1 << 30,
+        disk_bytes: 1 << 30,
+        isolation: vec![tier],
+        labels: BTreeMap::new(),
+        limits: true,
+        build: String::new(),
+        host: String::new(),
+        lacks: Vec::new(),
+        template_bytes: None,
+        images: None,
+        fetches: false,
     }
 }

@@ -229,8 +229,11 @@ pub fn gone(state: &mut State, tenant: &TenantId, id: VolumeId) {
     }
 }
 
-/// Applies what somebody asks of a volume. None: the verb is about something else.
-pub fn verb(state: &mut State, actor: &Actor, verb: &Verb, fx: &mut Effects) -> Option<Result<(), Refusal>> {
+/// Applies what somebody asks of a volume. A verb about something else asks nothing here.
+///
+/// # Errors
+/// Why it can't be had.
+pub fn verb(state: &mut State, actor: &Actor, verb: &Verb, fx: &mut Effects) -> Result<(), Refusal> {
     let (name, done) = match verb {
         Verb::PutVolume { name, volume, size_bytes } => (name, put(state, actor, name, *volume, *size_bytes)),
         Verb::RemoveVolume { name } => (name, remove(state, actor, name)),
@@ -246,12 +249,12 @@ pub fn verb(state: &mut State, actor: &Actor, verb: &Verb, fx: &mut Effects) -> 
             (name, found)
         }
         Verb::HoldVolume { name, volume, hold, size_bytes } => (name, hold_volume(state, actor, name, *volume, *hold, *size_bytes)),
-        _ => return None,
+        _ => return Ok(()),
     };
     if done.is_ok() {
         fx.volumes.insert((actor.tenant.clone(), name.clone()));
     }
-    Some(done)
+    done
 }
 
 fn of<'a>(state: &'a mut State, actor: &Actor, name: &str) -> Result<&'a mut Volume, Refusal> {

@@ -16,6 +16,7 @@ use volley_jobspecs::spec::volumes::{check_name, parse_name};
 use volley_jobspecs::wire::LEVEL_VOLUMES;
 use volley_jobspecs::wire::record::{Control, Verb};
 use volley_volume::format::head::FlushMode;
+use volley_volume::format::{BLOCK, SIZE_MAX, SIZE_MIN};
 use volley_volume::{Host, NewVolume, OpenError};
 
 use super::App;
@@ -23,13 +24,9 @@ use super::auth::{Caller, random_hex};
 use super::error::ApiError;
 use super::extract::{PathOf, QueryOf, json};
 use super::views::instant;
+use crate::state::effects::Refusal;
 use crate::state::volume::{Snapshot, Volume};
 use crate::volumes::holder;
-
-/// Bytes of a block: sizes are whole ones.
-const BLOCK_BYTES: u64 = 4096;
-/// Sizes that a disk may have: no file system fits into less, and its map is made for no more.
-const SIZES: std::ops::RangeInclusive<u64> = 1 << 20..=16 << 40;
 
 fn view(name: &str, volume: &Volume) -> VolumeView {
     let snapshot = |(name, snapshot): (&String, &Snapshot)| SnapshotView {
@@ -52,7 +49,7 @@ fn view(name: &str, volume: &Volume) -> VolumeView {
 async fn found(app: &App, tenant: &TenantId, name: &str) -> Result<Volume, ApiError> {
     let key = (tenant.clone(), name.to_owned());
     let found = app.handle.read(move |state, _, _| state.volumes.get(&key).cloned()).await?;
-    found.ok_or_else(|| ApiError::not_found(format!("there is no volume {name} (`volley volume ls` lists them)")))
+    found.ok_or_else(|| Refusal::VolumeMissing(name.to_owned()).into())
 }
 
 async fn shown(app: &App, tenant: &TenantId, name: &str) -> Result<Json<VolumeView>, ApiError> {
@@ -89,10 +86,10 @@ fn checked(what: &str, name: &str) -> Result<(), ApiError> {
 
 fn size_of(size: Option<u64>) -> Result<u64, ApiError> {
     let size = size.ok_or_else(|| ApiError::bad_request("\"sizeBytes\" is missing; a new volume needs one"))?;
-    if !SIZES.contains(&size) {
+    if !(SIZE_MIN..=SIZE_MAX).contains(&size) {
         return Err(ApiError::bad_request(format!("\"sizeBytes\" is {size}; allowed: 1 MiB to 16 TiB")));
     }
-    Ok(size.next_multiple_of(BLOCK_BYTES))
+    Ok(size.next_multiple_of(BLOCK))
 }
 
 fn flush_of(flush: Option<Flush>) -> FlushMode {
@@ -150,8 +147,7 @@ pub async fn create(
     let (tenant, flush, volume) = (caller.tenant.clone(), flush_of(request.flush), VolumeId(random_id()?));
     // Told before anything is made; the record decides.
     if found(&app, &tenant, &request.name).await.is_ok() {
-        let text = format!("there is a volume {0} already; choose another name, or remove it with `volley volume rm {0}`", request.name);
-        return Err(ApiError::new(StatusCode::CONFLICT, "conflict", text));
+        return Err(Refusal::VolumeExists(request.name).into());
     }
     let size_bytes = match &request.from {
         None => {
@@ -176,8 +172,8 @@ async fn snapshot_of(app: &App, tenant: &TenantId, text: &str) -> Result<Snapsho
     let parsed = parse_name(text).ok().and_then(|(volume, snapshot)| Some((volume, snapshot?)));
     let (volume, name) = parsed.ok_or_else(|| ApiError::bad_request(format!("\"from\" is {text:?}; allowed: VOLUME@SNAPSHOT")))?;
     let found = found(app, tenant, volume).await?;
-    let missing = || ApiError::not_found(format!("volume {volume} has no snapshot {name} (`volley volume show {volume}` lists them)"));
-    found.snapshots.get(name).copied().ok_or_else(missing)
+    let missing = || Refusal::SnapshotMissing { name: volume.to_owned(), snapshot: name.to_owned() };
+    found.snapshots.get(name).copied().ok_or_else(|| missing().into())
 }
 
 /// Removes a volume that nobody writes, with its snapshots. What jobs have pinned stays as long as they do.

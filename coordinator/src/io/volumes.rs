@@ -37,12 +37,6 @@ impl Volumes {
         Self { host: keys.map(open) }
     }
 
-    /// Where volumes are; none: this coordinator has no key for them.
-    #[must_use]
-    pub fn host(&self) -> Option<&Arc<Host>> {
-        self.host.as_ref()
-    }
-
     /// Does something with the bucket, beside the loop. None: this coordinator has no key for volumes.
     pub async fn with<T: Send + 'static>(
         &self,

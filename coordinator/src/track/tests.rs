@@ -7,7 +7,7 @@ use volley_jobspecs::wire::record::{Actor, Assignment, Control, Decided, Decisio
 use super::*;
 use crate::state::invariants;
 use crate::state::task::Page;
-use crate::testing::plan;
+use crate::testing::{plan, worker_info};
 
 const JOB: JobId = JobId(2);
 
@@ -61,21 +61,7 @@ impl World {
     }
 
     fn joins(&mut self, life: u64) {
-        let info = WorkerInfo {
-            slots: 1,
-            cpu_milli: 4_000,
-            memory_bytes: 1 << 30,
-            disk_bytes: 1 << 30,
-            isolation: vec![Isolation::Null],
-            labels: BTreeMap::new(),
-            limits: true,
-            build: String::new(),
-            host: String::new(),
-            lacks: Vec::new(),
-            template_bytes: None,
-            images: None,
-            fetches: false,
-        };
+        let info = worker_info(1, Isolation::Null);
         self.decide(Decision::WorkerJoined { worker: self.worker.clone(), incarnation: Incarnation(life), info });
     }
 

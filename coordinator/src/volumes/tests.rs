@@ -6,7 +6,6 @@ use volley_jobspecs::wire::plan::{Isolation, SpecRef};
 use volley_jobspecs::wire::record::{Assignment, Control, Decided, Decision, Lead, Record, Run, Submit};
 use volley_jobspecs::wire::report::Report;
 use volley_jobspecs::wire::volume::{Kept, Left};
-use volley_jobspecs::wire::work::WorkerInfo;
 
 use super::*;
 use crate::leader::volumes::Works;
@@ -14,7 +13,7 @@ use crate::state::effects::Answer;
 use crate::state::rows::MapRows;
 use crate::state::task::Phase;
 use crate::state::{invariants, rows};
-use crate::testing::plan;
+use crate::testing::{plan, worker_info};
 
 /// A cluster of one worker with four slots.
 struct World {
@@ -78,21 +77,7 @@ impl World {
     }
 
     fn joins(&mut self, life: u64) {
-        let info = WorkerInfo {
-            slots: 4,
-            cpu_milli: 4_000,
-            memory_bytes: 1 << 30,
-            disk_bytes: 1 << 30,
-            isolation: vec![Isolation::Null],
-            labels: Default::default(),
-            limits: true,
-            build: String::new(),
-            host: String::new(),
-            lacks: Vec::new(),
-            template_bytes: None,
-            images: None,
-            fetches: false,
-        };
+        let info = worker_info(4, Isolation::Null);
         self.decide(Decision::WorkerJoined { worker: self.worker.clone(), incarnation: Incarnation(life), info });
     }
 

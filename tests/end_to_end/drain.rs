@@ -26,8 +26,9 @@ fn a_drained_worker_gets_nothing_more() {
 #[test]
 fn the_first_signal_lets_tasks_end_and_nothing_is_left() {
     let Some(mut cluster) = Cluster::up() else { return };
-    let job = cluster.submit(&cluster.spec(json!({ "count": 1 }), json!({ "command": "sleep 6; echo whole" }), json!({})));
-    cluster.until_tasks(&job, "running", 1);
+    let job = cluster.submit(&cluster.spec(json!({ "count": 1 }), json!({ "command": "echo begun; sleep 6; echo whole" }), json!({})));
+    // Given out is not begun: a worker to which it is still on its way ends at once, and rightly so.
+    until("it has begun", || cluster.volley(&["logs", &job, "0"]).stdout.contains("begun"));
     signal(cluster.pid(), Signal::TERM);
     until("it is said to drain", || cluster.workers().iter().any(|worker| worker["state"] == "draining"));
     until("everything has ended", || {
@@ -36,7 +37,7 @@ fn the_first_signal_lets_tasks_end_and_nothing_is_left() {
     cluster.stop();
     cluster.start();
     let row = cluster.results(&job).remove(0);
-    assert_eq!((&row["state"], &row["stdoutTail"], &row["attempts"]), (&json!("succeeded"), &json!("whole\n"), &json!(1)), "{row}");
+    assert_eq!((&row["state"], &row["stdoutTail"], &row["attempts"]), (&json!("succeeded"), &json!("begun\nwhole\n"), &json!(1)), "{row}");
 }
 
 /// A drain is nobody's failure: what waits is handed back and is not given to the same worker again.

@@ -6,6 +6,7 @@
 mod change;
 mod clean;
 mod clone;
+mod collect;
 mod commit;
 pub mod device;
 mod discard;
@@ -26,11 +27,13 @@ mod verify;
 mod volume;
 mod write;
 
+pub use collect::{CollectError, Collected, Collection};
 pub use commit::CommitError;
 pub use host::{FetchError, Host, Limits};
 pub use open::{NewVolume, OpenError, Opener};
 pub use pin::Pinned;
 pub use promote::Promotion;
+pub use state::garbage::Known;
 pub use verify::Verified;
 pub use volume::{Failure, Volume};
 

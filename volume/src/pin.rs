@@ -9,7 +9,7 @@ use crate::format::keys;
 use crate::format::pin::Pin;
 use crate::format::snapshot::SNAPSHOT_BYTES_MAX;
 use crate::host::Host;
-use crate::io::s3::ObjectsError;
+use crate::io::s3::{Listed, ObjectsError};
 use crate::open::OpenError;
 
 /// What is pinned.
@@ -51,7 +51,7 @@ impl Host {
             if found.is_empty() {
                 return Ok(());
             }
-            for key in found {
+            for Listed { key, .. } in found {
                 let name = key.clone();
                 Self::end(&key, &self.begin(|objects| async move { objects.delete(&name).await }))?;
             }

@@ -42,6 +42,13 @@ pub fn snapshot(id: SnapshotId) -> String {
     format!("{SNAPSHOTS}{id}")
 }
 
+/// Reads the key of a snapshot. None: it is not exactly one that this build writes.
+#[must_use]
+pub fn parse_snapshot(key: &str) -> Option<SnapshotId> {
+    let id = key.strip_prefix(SNAPSHOTS)?.parse().ok()?;
+    (snapshot(id) == key).then_some(id)
+}
+
 /// A pin: `pin/<owner>/s…`; the owner is a job's id or another name without a slash.
 #[must_use]
 pub fn pin(owner: &str, id: SnapshotId) -> String {

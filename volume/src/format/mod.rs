@@ -9,6 +9,7 @@
 //! | `page.rs` | the map: pages of 64 MiB of the disk, and their root | `vol/<id>/m/<epoch>-<seq>`, immutable |
 //! | `snapshot.rs` | a state that stays | `snap/<id>`, immutable |
 //! | `pin.rs` | whoever needs a snapshot for a while | `pin/<owner>/<id>` |
+//! | `condemned.rs` | what the collector found unneeded | `gc/condemned`, replaced on the condition of its tag |
 //! | `log.rs` | what was written and is not in S3 yet | segments on the host's disk |
 //! | `holding.rs` | which volume a directory of the host is of, and by which right | on the host's disk |
 //!
@@ -20,6 +21,7 @@
 //! field that a writer must not lose when it writes the record again wants a new version. Whatever is read was perhaps written by
 //! somebody else: sums and sizes are checked before they are used, and nothing is allocated by a number that was read without a limit.
 
+pub mod condemned;
 pub mod content;
 pub mod envelope;
 pub mod extent;

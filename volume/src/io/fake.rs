@@ -7,7 +7,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use bytes::Bytes;
 
-use super::s3::{Answer, Objects, ObjectsError, Put};
+use super::s3::{Answer, Listed, Objects, ObjectsError, Put};
 
 /// What goes wrong with a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -42,6 +42,11 @@ impl Fake {
     /// The next request of this kind (`get`, `get range`, `put`, `list`, `delete`) that has none yet has this fault.
     pub fn fault(&self, request: &'static str, fault: Fault) {
         self.inner().faults.push_back((request, fault));
+    }
+
+    /// Forgets faults that met no request; returns how many.
+    pub fn clear_faults(&self) -> usize {
+        std::mem::take(&mut self.inner().faults).len()
     }
 
     /// The requests since the last call: kind and key.
@@ -86,12 +91,19 @@ impl Fake {
         if fault == Fault::LoseAnswer { Put::Unknown("the answer was lost".to_owned()) } else { outcome }
     }
 
-    fn read(&self, request: &'static str, key: &str) -> Result<(Bytes, u64), ObjectsError> {
+    /// An object and its tag, or the range `of` gives of it.
+    fn read(
+        &self,
+        request: &'static str,
+        key: &str,
+        of: impl FnOnce(Bytes) -> Result<Bytes, ObjectsError>,
+    ) -> Result<(Bytes, u64), ObjectsError> {
         let (inner, fault) = self.begin(request, key);
         if matches!(fault, Fault::LoseAnswer | Fault::LoseRequest) {
             return Err(ObjectsError::Unavailable { key: key.to_owned(), why: "the answer was lost".to_owned() });
         }
         let (body, tag) = inner.objects.get(key).cloned().ok_or_else(|| ObjectsError::NotFound { key: key.to_owned() })?;
+        let body = of(body)?;
         if fault == Fault::Pass {
             return Ok((body, tag));
         }
@@ -108,23 +120,23 @@ fn now<'a, T: Send + 'a>(answer: Result<T, ObjectsError>) -> Answer<'a, T> {
 
 impl Objects for Fake {
     fn get<'a>(&'a self, key: &'a str, bytes_max: u64) -> Answer<'a, (Bytes, String)> {
-        let found = self.read("get", key).and_then(|(body, tag)| {
+        let found = self.read("get", key, |body| {
             if body.len() as u64 > bytes_max {
                 return Err(ObjectsError::Refused { key: key.to_owned(), why: format!("it has {} bytes", body.len()) });
             }
-            Ok((body, format!("\"{tag}\"")))
+            Ok(body)
         });
-        now(found)
+        now(found.map(|(body, tag)| (body, format!("\"{tag}\""))))
     }
 
     fn get_range<'a>(&'a self, key: &'a str, start: u64, len: u64) -> Answer<'a, Bytes> {
         let end = start.saturating_add(len);
-        let found = self.read("get range", key).and_then(|(body, _)| {
+        let found = self.read("get range", key, |body| {
             let part = usize::try_from(start).ok().zip(usize::try_from(end).ok()).filter(|(_, end)| *end <= body.len());
             let why = || ObjectsError::Refused { key: key.to_owned(), why: format!("it ends before byte {end}") };
             part.map(|(start, end)| body.slice(start..end)).ok_or_else(why)
         });
-        now(found)
+        now(found.map(|(part, _)| part))
     }
 
     fn put_if_absent<'a>(&'a self, key: &'a str, body: Bytes) -> Answer<'a, Put> {
@@ -135,12 +147,13 @@ impl Objects for Fake {
         now(Ok(self.put(key, body, |found| found.is_some_and(|(_, has)| format!("\"{has}\"") == tag))))
     }
 
-    fn list<'a>(&'a self, prefix: &'a str, after: Option<&'a str>) -> Answer<'a, Vec<String>> {
+    fn list<'a>(&'a self, prefix: &'a str, after: Option<&'a str>) -> Answer<'a, Vec<Listed>> {
         let (inner, fault) = self.begin("list", prefix);
         let unavailable = ObjectsError::Unavailable { key: prefix.to_owned(), why: "the answer was lost".to_owned() };
-        let keys = inner.objects.keys().filter(|key| key.starts_with(prefix) && after.is_none_or(|after| key.as_str() > after));
-        let keys = keys.take(1_000).cloned().collect();
-        now(if fault == Fault::Pass { Ok(keys) } else { Err(unavailable) })
+        let wanted = |key: &&String| key.starts_with(prefix) && after.is_none_or(|after| key.as_str() > after);
+        let found = inner.objects.iter().filter(|(key, _)| wanted(key)).take(1_000);
+        let found = found.map(|(key, (body, _))| Listed { key: key.clone(), bytes: body.len() as u64 }).collect();
+        now(if fault == Fault::Pass { Ok(found) } else { Err(unavailable) })
     }
 
     fn delete<'a>(&'a self, key: &'a str) -> Answer<'a, ()> {

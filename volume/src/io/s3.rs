@@ -45,6 +45,15 @@ pub enum ObjectsError {
     },
 }
 
+/// An object that was listed.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Listed {
+    /// Its key.
+    pub key: String,
+    /// Its size in bytes.
+    pub bytes: u64,
+}
+
 /// The answer to a request.
 pub type Answer<'a, T> = BoxFuture<'a, Result<T, ObjectsError>>;
 
@@ -58,8 +67,8 @@ pub trait Objects: Send + Sync {
     fn put_if_absent<'a>(&'a self, key: &'a str, body: Bytes) -> Answer<'a, Put>;
     /// Replaces an object if it has this tag.
     fn put_if_match<'a>(&'a self, key: &'a str, body: Bytes, tag: &'a str) -> Answer<'a, Put>;
-    /// Keys that begin with `prefix` and come after `after`, in order; an empty list is the end.
-    fn list<'a>(&'a self, prefix: &'a str, after: Option<&'a str>) -> Answer<'a, Vec<String>>;
+    /// Objects whose keys begin with `prefix` and come after `after`, in order; an empty list is the end.
+    fn list<'a>(&'a self, prefix: &'a str, after: Option<&'a str>) -> Answer<'a, Vec<Listed>>;
     /// Deletes an object; one that is not there is deleted.
     fn delete<'a>(&'a self, key: &'a str) -> Answer<'a, ()>;
 }
@@ -115,11 +124,11 @@ impl Objects for Store {
         Box::pin(async move { put(key, Store::put_if_match(self, key, body, tag).await) })
     }
 
-    fn list<'a>(&'a self, prefix: &'a str, after: Option<&'a str>) -> Answer<'a, Vec<String>> {
+    fn list<'a>(&'a self, prefix: &'a str, after: Option<&'a str>) -> Answer<'a, Vec<Listed>> {
         Box::pin(async move {
             let page = Store::list(self, prefix, after, volley_store::LIST_LIMIT_MAX).await;
             let page = page.map_err(|e| ObjectsError::Unavailable { key: prefix.to_owned(), why: e.to_string() })?;
-            Ok(page.objects.into_iter().map(|object| object.key).collect())
+            Ok(page.objects.into_iter().map(|object| Listed { key: object.key, bytes: object.bytes }).collect())
         })
     }
 

@@ -10,7 +10,7 @@ use volley_store::embedded::{EmbeddedConfig, EmbeddedServer};
 use volley_store::{Store, StoreConfig};
 use volley_volume::format::head::FlushMode;
 use volley_volume::format::seal::ClusterKeys;
-use volley_volume::io::s3::{Answer, Objects, ObjectsError, Put};
+use volley_volume::io::s3::{Answer, Listed, Objects, ObjectsError, Put};
 use volley_volume::{Host, Limits, NewVolume, Opener};
 
 pub const MIB: u64 = 1 << 20;
@@ -81,7 +81,7 @@ impl Objects for Counted {
             if fault.is_some() { Ok(Put::Unknown("lost".into())) } else { put }
         })
     }
-    fn list<'a>(&'a self, prefix: &'a str, after: Option<&'a str>) -> Answer<'a, Vec<String>> {
+    fn list<'a>(&'a self, prefix: &'a str, after: Option<&'a str>) -> Answer<'a, Vec<Listed>> {
         Box::pin(async move {
             self.note("list", prefix)?;
             Objects::list(&self.store, prefix, after).await

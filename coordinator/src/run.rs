@@ -253,7 +253,13 @@ impl Ground {
             tokio::spawn(figures::tell(app.clone(), observer.clone(), every, stop.clone()));
         }
         let api = tokio::spawn(listen::serve(listener, api::router(app.clone()), self.config.limits, stop.clone()));
-        let collector = Collector { handle: handle.clone(), store: self.store.clone(), collect: self.config.collect };
+        let collector = Collector {
+            handle: handle.clone(),
+            store: self.store.clone(),
+            collect: self.config.collect,
+            volumes: self.volumes.clone(),
+            name: name.clone(),
+        };
         let collector = tokio::spawn(collector.run(stop.clone()));
         templates::make(self.log.context()).await;
         let levels = Levels::new(self.log.context().clone(), self.log.replicas);

@@ -30,7 +30,7 @@ macro_rules! api_type {
 
 mod volumes;
 mod workers;
-pub use volumes::{SnapshotRequest, SnapshotView, VolumeRequest, VolumeView};
+pub use volumes::{CollectedView, SnapshotRequest, SnapshotView, VolumeRequest, VolumeView};
 pub use workers::{KeptView, WorkerView};
 
 api_type! {

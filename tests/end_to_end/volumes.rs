@@ -68,6 +68,31 @@ fn what_is_wrong_is_said_and_makes_nothing() {
 }
 
 #[test]
+fn what_is_left_is_counted_and_nothing_goes_at_once() {
+    let Some(cluster) = cluster() else { return };
+    cluster.ask(&["volume", "create", "state", "1MiB"]);
+    cluster.ask(&["volume", "snapshot", "state@monday"]);
+    cluster.ask(&["volume", "create", "gone", "1MiB"]);
+    cluster.volley(&["volume", "rm", "gone"]).exits(0);
+    let gone = || cluster.ask(&["volume", "gc", "--dry-run"])["condemnedObjects"] == 1;
+    until("its head says that it is deleted", gone);
+    for _ in 0..2 {
+        let done = cluster.ask(&["volume", "gc"]);
+        assert_eq!((&done["volumes"], &done["snapshots"], &done["objects"]), (&json!(2), &json!(1), &json!(3)), "{done}");
+        assert_eq!((&done["condemnedObjects"], &done["deletedObjects"]), (&json!(1), &json!(0)), "{done}");
+        assert!(done["storedBytes"]["default"].as_u64() > Some(0), "{done}");
+    }
+    let said = cluster.volley(&["volume", "gc"]).exits(0).stdout;
+    assert!(said.contains("to be deleted when that is so for a day: 1 object,"), "{said}");
+    cluster.ask(&["tenant", "add", "red"]);
+    let token = cluster.ask(&["token", "create", "--tenant", "red"]);
+    let secret = cluster.path("red-token");
+    std::fs::write(&secret, token["secret"].as_str().or(token["token"].as_str()).unwrap()).unwrap();
+    let refused = cluster.volley(&["--token-file", secret.to_str().unwrap(), "volume", "gc"]).exits(77);
+    assert!(refused.stderr.contains("operator"), "{refused:?}");
+}
+
+#[test]
 fn a_tenants_volumes_are_its_own() {
     let Some(cluster) = cluster() else { return };
     cluster.ask(&["tenant", "add", "red"]);

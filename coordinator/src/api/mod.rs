@@ -6,6 +6,7 @@
 
 pub mod auth;
 pub mod cluster;
+pub mod collect;
 pub mod document;
 pub mod error;
 pub mod events;
@@ -162,6 +163,7 @@ fn routes() -> OpenApiRouter<Arc<App>> {
         .routes(routes!(volumes::show, volumes::remove))
         .routes(routes!(volumes::snapshot))
         .routes(routes!(volumes::remove_snapshot))
+        .routes(routes!(collect::collect))
         .routes(routes!(tenants::list, tenants::put))
         .routes(routes!(tenants::remove))
         .routes(routes!(tenants::list_tokens, tenants::create_token))

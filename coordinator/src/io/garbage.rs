@@ -1,16 +1,22 @@
-//! Finds and deletes objects that no job names: what a failed submit left, what older builds shared between jobs, unfinished uploads.
+//! Finds and deletes objects that no job names: what a failed submit left, what older builds shared between jobs, unfinished uploads; and, now and then, has what
+//! volumes left collected.
 //!
 //! Owns the listing and the deletions. The bucket is listed before the jobs are read, and only what is old goes, so that a submit under
 //! way loses nothing. Does not own what counts as garbage (`garbage`), or what a job takes with it when it is removed (`objects`).
 
+use std::time::Duration;
+
+use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use volley_jobspecs::ids::{JobId, TenantId};
 use volley_jobspecs::keys;
-use volley_jobspecs::wire::LEVEL_ROUNDS;
 use volley_jobspecs::wire::record::Decision;
+use volley_jobspecs::wire::{LEVEL_ROUNDS, LEVEL_VOLUMES};
 use volley_store::{DeleteError, LIST_LIMIT_MAX, ListError, StaleUploadsError, Store};
 
+use super::collect::{CollectVolumesError, collect};
 use super::rocks::RocksRows;
+use super::volumes::Volumes;
 use crate::driver::{Handle, RequestError, wall_ms};
 use crate::garbage::{Collect, Named, Seen, UNFINISHED_MS, upload_of};
 use crate::state::rows::{self, Rows, RowsError, Table};
@@ -31,9 +37,14 @@ enum GarbageError {
     Delete(#[from] DeleteError),
     #[error(transparent)]
     Unfinished(#[from] StaleUploadsError),
+    #[error("what volumes left: {0}")]
+    Volumes(#[from] CollectVolumesError),
     #[error("a read ended early: {0}")]
     Thread(#[from] tokio::task::JoinError),
 }
+
+/// How often what volumes left is collected: all of it is read, and nothing goes before it was found a day later again.
+const VOLUMES_EVERY: Duration = Duration::from_secs(12 * 60 * 60);
 
 /// Collects garbage while its coordinator leads.
 pub struct Collector {
@@ -43,11 +54,16 @@ pub struct Collector {
     pub store: Store,
     /// When.
     pub collect: Collect,
+    /// Volumes.
+    pub volumes: Volumes,
+    /// This coordinator's name, for people.
+    pub name: String,
 }
 
 impl Collector {
     /// Collects until `stop`.
     pub async fn run(self, stop: CancellationToken) {
+        let mut volumes_next = Instant::now();
         loop {
             tokio::select! {
                 () = stop.cancelled() => return,
@@ -55,7 +71,7 @@ impl Collector {
             }
             tokio::select! {
                 () = stop.cancelled() => return,
-                done = self.look() => match done {
+                done = self.look(&mut volumes_next) => match done {
                     Ok(()) => {}
                     Err(GarbageError::Request(_)) => return,
                     Err(error) => tracing::warn!(%error, "collecting garbage failed; it is tried again"),
@@ -64,7 +80,7 @@ impl Collector {
         }
     }
 
-    async fn look(&self) -> Result<(), GarbageError> {
+    async fn look(&self, volumes_next: &mut Instant) -> Result<(), GarbageError> {
         let (leads, level) = self.handle.read(|state, leader, _| (leader.is_some(), state.head.level)).await?;
         if !leads || level < LEVEL_ROUNDS {
             return Ok(());
@@ -91,6 +107,11 @@ impl Collector {
         }
         for prefix in [keys::UPLOADS, keys::JOBS] {
             self.store.abort_stale_uploads(prefix, now_ms.saturating_sub(UNFINISHED_MS)).await?;
+        }
+        if self.volumes.are_offered() && level >= LEVEL_VOLUMES && *volumes_next <= Instant::now() {
+            let done = collect(&self.volumes, &self.handle, &self.name, false).await?;
+            tracing::info!(deleted = done.deleted.0, bytes = done.deleted.1, condemned = done.condemned.0, "collected what volumes left");
+            *volumes_next = Instant::now() + VOLUMES_EVERY;
         }
         Ok(())
     }

@@ -184,6 +184,16 @@ impl Log {
         Ok((info.state.first_sequence, info.state.last_sequence, info.state.bytes, info.config.max_bytes))
     }
 
+    /// Since when this log is kept, in milliseconds since the Unix epoch, by NATS's clock. One that was restored may say when it was restored.
+    ///
+    /// # Errors
+    /// [`LogError::Nats`].
+    pub async fn since_ms(&self) -> Result<u64, LogError> {
+        let mut stream = self.context.get_stream(LOG_STREAM).await.map_err(|e| nats("reading the stream VOLLEY_LOG")(&e))?;
+        let info = stream.info().await.map_err(|e| nats("reading the stream VOLLEY_LOG")(&e))?;
+        Ok(u64::try_from(info.created.unix_timestamp_nanos() / 1_000_000).unwrap_or(0))
+    }
+
     /// Publishes a record and waits until it is safe. Tried again until `deadline`: a record may so be in the log twice, which
     /// `apply` is made for.
     ///

@@ -2,6 +2,7 @@
 
 pub mod bus;
 pub mod checkpoint;
+pub mod collect;
 pub mod garbage;
 pub mod items;
 pub mod lease;

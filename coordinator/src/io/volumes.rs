@@ -38,10 +38,10 @@ impl Volumes {
     }
 
     /// Does something with the bucket, beside the loop. None: this coordinator has no key for volumes.
-    pub async fn with<T: Send + 'static>(
+    pub async fn with<T: Send + 'static, E: Send + 'static>(
         &self,
-        work: impl FnOnce(&Host) -> Result<T, OpenError> + Send + 'static,
-    ) -> Option<Result<T, OpenError>> {
+        work: impl FnOnce(&Host) -> Result<T, E> + Send + 'static,
+    ) -> Option<Result<T, E>> {
         let host = Arc::clone(self.host.as_ref()?);
         // A panic is a bug, and the next try tells the same.
         tokio::task::spawn_blocking(move || work(&host)).await.ok()
@@ -60,6 +60,12 @@ pub fn pinned_for(job: JobId, slot: u8) -> SnapshotId {
 }
 
 impl Volumes {
+    /// Are there volumes here?
+    #[must_use]
+    pub fn are_offered(&self) -> bool {
+        self.host.is_some()
+    }
+
     async fn done(&self, work: Work) -> Option<Result<Decision, OpenError>> {
         match work {
             Work::Promote { tenant, name, volume, promotion } => {

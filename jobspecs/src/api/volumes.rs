@@ -2,6 +2,8 @@
 //!
 //! Owns the shapes of requests and answers about volumes. What they mean is the coordinator's.
 
+use std::collections::BTreeMap;
+
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
@@ -52,6 +54,30 @@ api_type! {
         pub held_by: Option<String>,
         /// Its snapshots, by name.
         pub snapshots: Vec<SnapshotView>,
+    }
+}
+
+api_type! {
+    /// What a collection found and did.
+    pub struct CollectedView {
+        /// Volumes in the bucket, deleted ones too.
+        pub volumes: u64,
+        /// Snapshots in the bucket.
+        pub snapshots: u64,
+        /// Objects of both.
+        pub objects: u64,
+        /// Their bytes.
+        pub bytes: u64,
+        /// Objects that nobody needs: they are deleted by the first run that finds them so a day later.
+        pub condemned_objects: u64,
+        /// Their bytes.
+        pub condemned_bytes: u64,
+        /// Objects that were deleted; with `dryRun`: that would have been.
+        pub deleted_objects: u64,
+        /// Their bytes.
+        pub deleted_bytes: u64,
+        /// Bytes stored for each tenant, condemned ones left out.
+        pub stored_bytes: BTreeMap<String, u64>,
     }
 }
 

@@ -2,7 +2,7 @@
 //!
 //! Owns these requests. What a task does with a volume stands in its job's spec.
 
-use volley_jobspecs::api::{SnapshotRequest, VolumeRequest, VolumeView};
+use volley_jobspecs::api::{CollectedView, SnapshotRequest, VolumeRequest, VolumeView};
 
 use crate::client::Client;
 use crate::error::Error;
@@ -59,5 +59,15 @@ impl Client {
     pub async fn remove_snapshot(&self, volume: &str, snapshot: &str) -> Result<(), Error> {
         let call = Call::delete(&["volumes", volume, "snapshots", snapshot], format!("remove the snapshot {volume}@{snapshot}"));
         self.done(&call.once()).await
+    }
+
+    /// Deletes what volumes left in the bucket and nobody needs; for operators. `dry_run`: only says what would be done. It takes as long as it
+    /// takes to read what is there.
+    ///
+    /// # Errors
+    /// Code `forbidden`, `conflict` (somebody else is at it).
+    pub async fn collect_volumes(&self, dry_run: bool) -> Result<CollectedView, Error> {
+        let call = Call::post(&["gc"], "collect what volumes left").query("dryRun", dry_run.to_string()).once();
+        self.send_body(&call, None, None).await?.json().await
     }
 }

@@ -3,14 +3,15 @@
 use clap::Subcommand;
 use jiff::Timestamp;
 use serde_json::json;
-use volley_jobspecs::api::{VolumeRequest, VolumeView};
+use volley_jobspecs::api::{CollectedView, VolumeRequest, VolumeView};
 use volley_jobspecs::spec::volumes::parse_name;
 use volley_jobspecs::spec::{ByteSize, Flush};
 
 use crate::ctx::Ctx;
 use crate::error::CliError;
 use crate::exit::Exit;
-use crate::table::table;
+use crate::progress::Line;
+use crate::table::{count, table};
 use crate::units;
 
 /// What `--flush` takes.
@@ -58,6 +59,15 @@ enum Verb {
         from: String,
         /// Its name.
         name: String,
+    },
+    /// Deletes from the bucket what nobody needs any more. For operators.
+    ///
+    /// The cluster does that by itself twice a day. What is found unneeded is deleted by the first run a day later that finds it so too; nothing is deleted by a run
+    /// that could not read everything.
+    Gc {
+        /// Only says what would be done.
+        #[arg(long)]
+        dry_run: bool,
     },
     /// Removes volumes with their snapshots, or single snapshots.
     ///
@@ -110,18 +120,56 @@ pub async fn run(ctx: &Ctx, args: Args) -> Result<Exit, CliError> {
             let made = client.create_volume(&VolumeRequest { name, size_bytes: None, flush: None, from: Some(from) }).await?;
             ctx.out.show(&made, || volumes_table(std::slice::from_ref(&made)))?;
         }
+        Verb::Gc { dry_run } => {
+            let mut line = Line::start(ctx.out);
+            line.set("reading what volumes have in the bucket".to_owned());
+            let collected = client.collect_volumes(dry_run).await;
+            line.end();
+            let collected = collected?;
+            ctx.out.show(&collected, || collected_text(&collected, dry_run))?;
+        }
         Verb::Rm { names } => {
-            for name in &names {
-                match parse_name(name) {
-                    Ok((volume, Some(snapshot))) => client.remove_snapshot(volume, snapshot).await?,
-                    Ok((volume, None)) => client.remove_volume(volume).await?,
-                    Err(why) => return Err(CliError::Usage(format!("{name:?} names no volume: {why}"))),
+            let wanted =
+                |name: &String| parse_name(name).map(|_| ()).map_err(|why| CliError::Usage(format!("{name:?} names no volume: {why}")));
+            names.iter().try_for_each(wanted)?;
+            // Before anything goes, so that a mistyped name costs nothing.
+            are_there(&client.volumes().await?, &names).map_err(CliError::NotFound)?;
+            for (place, name) in names.iter().enumerate() {
+                let removed = match parse_name(name) {
+                    Ok((volume, Some(snapshot))) => client.remove_snapshot(volume, snapshot).await,
+                    Ok((volume, None)) => client.remove_volume(volume).await,
+                    Err(_) => Ok(()),
+                };
+                if let (Err(_), done @ [_, ..]) = (&removed, names.get(..place).unwrap_or_default()) {
+                    ctx.out.note(&format!("removed until then: {}", done.join(", ")));
                 }
+                removed?;
             }
             ctx.out.show(&json!({ "removed": names }), || format!("removed: {}\n", names.join(", ")))?;
         }
     }
     Ok(Exit::Success)
+}
+
+/// Is each of them there, and still will be when it is its turn? Otherwise what to say.
+fn are_there(volumes: &[VolumeView], names: &[String]) -> Result<(), String> {
+    let mut gone: Vec<&str> = Vec::new();
+    for name in names {
+        let Ok((volume, snapshot)) = parse_name(name) else { continue };
+        let found = volumes.iter().find(|found| found.name == volume);
+        let there = found.is_some_and(|found| snapshot.is_none_or(|wanted| found.snapshots.iter().any(|one| one.name == wanted)));
+        if !there {
+            return Err(match found {
+                Some(_) => format!("there is no snapshot {name} (`volley volume show {volume}` lists them); nothing was removed"),
+                None => format!("there is no volume {volume} (`volley volume ls` lists them); nothing was removed"),
+            });
+        }
+        if gone.contains(&name.as_str()) || gone.contains(&volume) {
+            return Err(format!("{name} is named twice, or goes with its volume; nothing was removed"));
+        }
+        gone.push(name);
+    }
+    Ok(())
 }
 
 fn volumes_table(volumes: &[VolumeView]) -> String {
@@ -137,6 +185,23 @@ fn volumes_table(volumes: &[VolumeView]) -> String {
         ]
     };
     table(&["VOLUME", "SIZE", "ACCEPTED", "SNAPSHOTS", "AGE", "IN USE"], volumes.iter().map(row).collect())
+}
+
+fn collected_text(of: &CollectedView, dry_run: bool) -> String {
+    let of_bytes = |objects: u64, bytes: u64| format!("{}, {}", count(objects, "object"), units::bytes(bytes));
+    let mut text = format!("{} and {}: {}\n", count(of.volumes, "volume"), count(of.snapshots, "snapshot"), of_bytes(of.objects, of.bytes));
+    let waiting = (of.condemned_objects.saturating_sub(of.deleted_objects), of.condemned_bytes.saturating_sub(of.deleted_bytes));
+    text.push_str(&format!(
+        "{}: {}\n",
+        if dry_run { "would be deleted" } else { "deleted" },
+        of_bytes(of.deleted_objects, of.deleted_bytes)
+    ));
+    text.push_str(&format!("unneeded, to be deleted when that is so for a day: {}\n", of_bytes(waiting.0, waiting.1)));
+    let rows = of.stored_bytes.iter().map(|(tenant, bytes)| vec![tenant.clone(), units::bytes(*bytes)]).collect();
+    if !of.stored_bytes.is_empty() {
+        text.push_str(&format!("\n{}", table(&["TENANT", "STORED"], rows)));
+    }
+    text
 }
 
 fn shown(volume: &VolumeView) -> String {
@@ -155,6 +220,27 @@ fn shown(volume: &VolumeView) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn nothing_is_removed_unless_all_of_it_is_there() {
+        let snapshots =
+            vec![volley_jobspecs::api::SnapshotView { name: "x".into(), id: "s1".into(), size_bytes: 1, created: String::new() }];
+        let one = |name: &str| VolumeView {
+            name: name.into(),
+            id: "v1".into(),
+            size_bytes: 1,
+            generation: 0,
+            created: String::new(),
+            held_by: None,
+            snapshots: snapshots.clone(),
+        };
+        let all = [one("a"), one("b")];
+        let judge = |names: &[&str]| are_there(&all, &names.iter().map(|name| (*name).to_owned()).collect::<Vec<_>>()).is_ok();
+        assert!(judge(&["a", "b@x"]) && judge(&["a@x", "a"]));
+        for wrong in [&["a", "c"][..], &["a@y"], &["a", "a"], &["a", "a@x"]] {
+            assert!(!judge(wrong), "{wrong:?}");
+        }
+    }
 
     #[test]
     fn a_snapshot_is_named_with_its_volume() {

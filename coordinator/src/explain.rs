@@ -67,8 +67,7 @@ pub fn explain_job(state: &State, id: JobId, heard: &Heard) -> Explanation {
         return only("it ended in this moment; ask again".to_owned());
     };
     let counts = job.counts();
-    let mut explanation =
-        if job.waiting() > 0 { waiting(state, job, heard) } else { only("nothing of the job waits for a worker".to_owned()) };
+    let mut explanation = if job.waiting() > 0 { waiting(state, job, heard) } else { only(of_idle(job, counts.running)) };
     let places = [
         (counts.waiting, "waits for a worker", "wait for a worker"),
         (counts.running, "is with a worker", "are with workers"),
@@ -88,11 +87,28 @@ pub fn explain_job(state: &State, id: JobId, heard: &Heard) -> Explanation {
     explanation
 }
 
+/// What to say of a job of which nothing waits for a worker.
+fn of_idle(job: &Job, running: u32) -> String {
+    match (job.progress.ending.is_some(), job.progress.paused) {
+        (true, _) if running > 0 => {
+            format!(
+                "the job is being ended: nothing more of it starts, and what runs may end by itself; `volley cancel --now {}` stops it",
+                job.id
+            )
+        }
+        (true, _) => "the job is being ended".to_owned(),
+        (false, true) => {
+            format!("nothing of the job waits for a worker; it is paused, and `volley resume {}` lets further tries begin", job.id)
+        }
+        (false, false) => "nothing of the job waits for a worker".to_owned(),
+    }
+}
+
 /// What a worker does for templates of the job's machines, a line for each step.
 fn for_templates(id: JobId, worker: &WorkerId, heard: &HeardOf) -> Vec<String> {
     let line = |view: TemplateView| {
         let (tasks, wait) = (units::count(u64::from(view.tasks), "task"), if view.tasks == 1 { "waits" } else { "wait" });
-        format!("worker {worker} is {}, for {} s now; {tasks} there {wait} for it", view.step, view.for_ms / 1_000)
+        format!("worker {worker}: {}, for {} s now; {tasks} there {wait} for it", view.step, view.for_ms / 1_000)
     };
     views::templates(id, worker, heard).into_iter().map(line).collect()
 }
@@ -469,7 +485,7 @@ mod tests {
         let building = At { name, stage: AtStage::Preparing, for_ms: 3_000, template: Some(TemplateStage::Building) };
         let building = HeardOf { silent_ms: 2_000, at: vec![building], ..HeardOf::default() };
         let workers = s.workers.keys().map(|w| (w.clone(), building.clone())).collect();
-        let line = "worker w is building template, for 5 s now; 1 task there waits for it".to_owned();
+        let line = "worker w: building template, for 5 s now; 1 task there waits for it".to_owned();
         assert!(explain_job(&s, JobId(1), &Heard { workers, ..Heard::default() }).details.contains(&line));
         assert_eq!(explain_job(&s, JobId(1), &heard).next, ["`volley explain j1 2` says why task 2 waits for its next try"]);
         assert!(explain(&s, JobId(1), 2, &heard).next.is_empty(), "what is wrong with its command is not for us to say");

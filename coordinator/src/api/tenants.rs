@@ -85,7 +85,7 @@ pub async fn put(
     Ok((StatusCode::CREATED, Json(made)))
 }
 
-/// Removes a tenant and all its tokens. Refused while it has jobs that have not ended; those that have stay until their time is over.
+/// Removes a tenant and all its tokens. Refused while it has volumes, or jobs that have not ended; those that have stay until their time is over.
 #[utoipa::path(delete, path = "/v1/tenants/{tenant}", operation_id = "removeTenant", tag = "operators", params(("tenant" = String, Path, description = "The tenant")),
     responses((status = 204), (status = 403, body = ErrorBody), (status = 404, body = ErrorBody), (status = 409, body = ErrorBody), (status = 503, body = ErrorBody)))]
 pub async fn remove(
@@ -99,11 +99,20 @@ pub async fn remove(
     let tenant = TenantId::new(&name)?;
     let known = app.handle.read({
         let tenant = tenant.clone();
-        move |state, _, _| state.tenants.contains_key(&tenant)
+        move |state, _, _| {
+            let volumes = state.volumes.range((tenant.clone(), String::new())..).take_while(|((whose, _), _)| *whose == tenant);
+            state.tenants.contains_key(&tenant).then(|| volumes.count() as u64)
+        }
     });
     // Checked first, so that a mistyped name costs no record.
-    if !known.await? {
-        return Err(ApiError::not_found(format!("no tenant {tenant}")));
+    let volumes = known.await?.ok_or_else(|| ApiError::not_found(format!("no tenant {tenant}")))?;
+    if volumes > 0 {
+        // They stay until somebody removes them, and whoever gets the name next would have them.
+        let text = format!(
+            "tenant {tenant} has {}; remove them first: `volley --tenant {tenant} volume ls` lists them, `volley --tenant {tenant} volume rm` removes them",
+            volley_jobspecs::units::count(volumes, "volume")
+        );
+        return Err(ApiError::new(StatusCode::CONFLICT, "conflict", text));
     }
     if super::submit::level(&app).await? < LEVEL_TENANTS {
         return Err(ApiError::unavailable("not every coordinator of the cluster can remove tenants yet; upgrade all of them"));

@@ -83,10 +83,35 @@ fn a_job_runs_in_machines_made_from_an_imported_image() {
     let job = cluster.submit(&cluster.spec(json!({ "count": 1 }), missing, json!({})));
     cluster.ended(&job);
     assert!(cluster.results(&job)[0]["message"].as_str().unwrap().contains("this worker has no image"), "{:?}", cluster.results(&job));
+    what_a_warm_up_does_to_its_machine(&cluster, &digest);
     an_image_that_nobody_has(&cluster);
     a_machine_that_is_too_large(&cluster, &digest);
     cluster.volley(&["image", "--images", images, "rm", &digest]).exits(0);
     assert_eq!(cluster.ask(&["image", "--images", images, "ls"]), json!([]));
+}
+
+/// It is its job's own: the tasks begin all the same, or the job is at fault, and nothing of it speaks against the worker, which others need.
+fn what_a_warm_up_does_to_its_machine(cluster: &Cluster, image: &str) {
+    let job = |warm_up: &str, count: u32| {
+        let task = json!({
+            "isolation": "microvm", "image": image, "command": "echo hi", "resources": { "memory": "64MiB" }, "timeouts": { "start": "2m" },
+            "warmUp": [{ "command": ["sh", "-c", warm_up] }], "retry": { "infraAttempts": 2, "backoff": { "initial": "100ms", "cap": "200ms" } },
+        });
+        let job = cluster.submit(&cluster.spec(json!({ "count": count }), task, json!({})));
+        cluster.ended(&job);
+        assert_eq!(cluster.workers()[0]["state"], "ready", "{warm_up}");
+        cluster.results(&job)
+    };
+    let odd = "cd /; busybox rm -rf etc/hosts tmp; busybox mkdir etc/hosts; echo > tmp; busybox mkfifo etc/hostname; echo > volley";
+    for row in job(odd, 2) {
+        assert_eq!((&row["state"], &row["stdoutTail"]), (&json!("succeeded"), &json!("hi\n")), "{row}");
+    }
+    for row in job("echo c > /proc/sysrq-trigger; busybox sleep 9", 1) {
+        assert_eq!((&row["class"], &row["attempts"]), (&json!("input_missing"), &json!(1)), "{row}");
+        assert!(row["message"].as_str().unwrap().contains("ended its machine"), "{row}");
+    }
+    // Whatever becomes of them: what a full root disk hinders is not the worker's fault.
+    job("busybox cat /dev/zero > /fill; exit 0", 6);
 }
 
 /// Told when it is submitted, and after five tries the job's own fault.

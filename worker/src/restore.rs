@@ -7,6 +7,7 @@ use std::path::PathBuf;
 
 use volley_jobspecs::failure::FailureClass;
 use volley_jobspecs::image;
+use volley_jobspecs::wire::guest::RefusalKind;
 use volley_jobspecs::wire::report::Cause;
 
 use crate::cgroup::CgroupError;
@@ -98,6 +99,8 @@ impl RestoreError {
     pub fn class(&self) -> FailureClass {
         match self {
             Self::Template(TemplateError::Build(why)) if matches!(**why, BuildError::Away(_)) => FailureClass::StorageFailed,
+            // As a container says it: another try would meet the same image.
+            Self::Guest(GuestError::Refused(refusal)) if refusal.kind == RefusalKind::NoUser => FailureClass::InputMissing,
             // It was there, and had confirmed.
             Self::Inputs(FilesError::Guest(GuestError::NoSign { .. })) => FailureClass::GuestLost,
             // The job's own fault, on every worker: no other try, and nothing that speaks against the worker.
@@ -155,8 +158,10 @@ impl RestoreError {
     #[must_use]
     pub fn is_blameless(&self) -> bool {
         match self {
-            // Counted when it was built, where it was built.
-            Self::Template(TemplateError::Build(why)) => why.is_known() || matches!(**why, BuildError::TooLarge { .. }),
+            Self::Template(TemplateError::Build(why)) => why.is_blameless(),
+            // What is in a machine is its tenant's, from the image and the warm-up on: one that does not confirm must not take the worker from others. A host
+            // that can't run machines is told by its VMMs and by templates that don't boot.
+            Self::Guest(_) => true,
             Self::Root(RootError::Find(why)) | Self::Template(TemplateError::Image(why)) => {
                 matches!(why, FindError::Missing { .. } | FindError::Several { .. })
             }
@@ -171,4 +176,22 @@ impl RestoreError {
 /// [`RestoreError`].
 pub async fn restore<M: Machine>(machine: &mut M, prepared: &Prepared) -> Result<(), RestoreError> {
     machine.restore(prepared).await
+}
+
+#[cfg(test)]
+mod tests {
+    use volley_jobspecs::wire::guest::Refusal;
+
+    use super::*;
+
+    #[test]
+    fn what_a_machine_says_does_not_speak_against_its_worker() {
+        let refused = |kind| RestoreError::Guest(GuestError::Refused(Refusal::new(kind, "no".to_owned())));
+        assert!(
+            refused(RefusalKind::System).is_blameless() && RestoreError::Guest(GuestError::Lost("it hung up".to_owned())).is_blameless()
+        );
+        assert_eq!(refused(RefusalKind::System).class(), FailureClass::RestoreFailed);
+        assert_eq!(refused(RefusalKind::NoUser).class(), FailureClass::InputMissing);
+        assert!(!RestoreError::NotUnique.is_blameless() && !RestoreError::Random(String::new()).is_blameless());
+    }
 }

@@ -209,8 +209,8 @@ pub struct Resources {
     /// gets 512MiB). Its machine has 96MiB more, in steps of 64MiB, and 40MiB beside it are set aside for what runs it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub memory: Option<ByteSize>,
-    /// Disk space for the task's own directory. A `microvm` has no more; for `process` and `container` it is set aside, and use isn't limited. Left
-    /// out: none is set aside (a `microvm` has 2GiB).
+    /// Disk space for the task's own directory. A `microvm` has at least 16MiB, and no more than it asks for; for `process` and `container` it
+    /// is set aside, and use isn't limited. Left out: none is set aside (a `microvm` has 2GiB).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub disk: Option<ByteSize>,
     /// Most processes and threads at once, 1 to 4194304. Left out: not limited.

@@ -426,6 +426,9 @@ pub enum RefusalKind {
     /// The system refused.
     #[n(7)]
     System,
+    /// The user whom the image names is not among its users.
+    #[n(8)]
+    NoUser,
 }
 
 /// Who answers.

@@ -64,6 +64,8 @@ pub enum BuildError {
     Guest {
         /// At what.
         stage: &'static str,
+        /// Had the job's own commands run in the machine by then? They may do with it what they like.
+        warm: bool,
         /// What it says.
         source: GuestError,
         /// As above.
@@ -86,6 +88,8 @@ pub enum BuildError {
     Late {
         /// At what.
         stage: &'static str,
+        /// As above.
+        warm: bool,
         /// Its time.
         after: Duration,
         /// As above.
@@ -164,6 +168,13 @@ impl BuildError {
         matches!(self, Self::Elsewhere { .. } | Self::Remembered { .. })
     }
 
+    /// Does it say nothing of this worker? What commands of a warm-up have done to their machine may show at any later step.
+    #[must_use]
+    pub fn is_blameless(&self) -> bool {
+        // What is known was counted when it was built, where it was built.
+        self.is_known() || matches!(self, Self::TooLarge { .. } | Self::Guest { warm: true, .. } | Self::Late { warm: true, .. })
+    }
+
     /// Without what the machine and its commands said.
     #[must_use]
     pub fn brief(&self) -> String {
@@ -221,6 +232,8 @@ pub struct Builder {
 struct Build<'a> {
     builder: &'a Builder,
     deadline: Instant,
+    /// Did the job's own commands run?
+    warm: bool,
 }
 
 impl Builder {
@@ -229,7 +242,8 @@ impl Builder {
     /// # Errors
     /// [`BuildError`]; nothing is left of the machine.
     pub async fn build(&self, recipe: &Recipe) -> Result<(Snapshot, u32), BuildError> {
-        let build = Build { builder: self, deadline: Instant::now() + self.time_max };
+        let mut build = Build { builder: self, deadline: Instant::now() + self.time_max, warm: false };
+        self.check(recipe).await?;
         let root = self.open_root()?;
         let boot = Boot {
             size: recipe.size,
@@ -241,6 +255,7 @@ impl Builder {
         };
         let vm = build.vmm("starting the machine", None, self.vmm.boot(boot)).await?;
         let guest = build.session(&*vm, "the machine's boot", false).await?;
+        build.warm = !recipe.warm_up.is_empty();
         for (number, warm_up) in recipe.warm_up.iter().enumerate() {
             let defaults = prepare::of_every_command(ROOT_HOME);
             // The later counts.
@@ -258,6 +273,23 @@ impl Builder {
         Ok((snapshot, kept))
     }
 
+    /// Are kernel and RAM disk what the template is named by? A machine that boots something else, or nothing, would tell nobody why.
+    async fn check(&self, recipe: &Recipe) -> Result<(), BuildError> {
+        let all = [(self.kernel.clone(), recipe.kernel), (self.initrd.clone(), recipe.initrd)];
+        let check = move || {
+            for (path, hash) in all {
+                let source = match std::fs::read(&path) {
+                    Ok(bytes) if *blake3::hash(&bytes).as_bytes() == hash => continue,
+                    Ok(_) => std::io::Error::other("it was changed since this worker began; start the worker again, which makes it anew"),
+                    Err(source) => source,
+                };
+                return Err(BuildError::File { path, source });
+            }
+            Ok(())
+        };
+        tokio::task::spawn_blocking(check).await.unwrap_or_else(|e| Err(BuildError::Ended(e.to_string())))
+    }
+
     /// Opens the image's root disk.
     ///
     /// # Errors
@@ -271,7 +303,7 @@ impl Builder {
     /// # Errors
     /// [`BuildError`].
     pub async fn prove(&self, snapshot: &Snapshot, time_max: Duration) -> Result<(), BuildError> {
-        Build { builder: self, deadline: Instant::now() + time_max }.trial(snapshot).await
+        Build { builder: self, deadline: Instant::now() + time_max, warm: false }.trial(snapshot).await
     }
 }
 
@@ -297,7 +329,7 @@ impl Build<'_> {
         match greeted {
             Ok((guest, _hello)) => Ok(guest),
             Err(GreetError::Guest(GuestError::Silent { .. })) if Instant::now() >= self.deadline => Err(self.late(stage, Some(vm))),
-            Err(GreetError::Guest(source)) => Err(BuildError::Guest { stage, source, console: console(Some(vm)) }),
+            Err(GreetError::Guest(source)) => Err(BuildError::Guest { stage, warm: self.warm, source, console: console(Some(vm)) }),
             Err(GreetError::Vmm(source)) => Err(BuildError::Vmm { stage, source, console: console(Some(vm)) }),
             Err(GreetError::Random(why)) => Err(BuildError::Random(why)),
         }
@@ -322,7 +354,8 @@ impl Build<'_> {
                 }
             }
             Ok(Err(GuestError::Refused(refusal))) => format!("did not start: {}", refusal.text),
-            Ok(Err(source)) => return Err(BuildError::Guest { stage: "its warm-up", source, console: console(Some(vm)) }),
+            Ok(Err(GuestError::Lost(why))) => format!("ended its machine: {why}{}", console(Some(vm))),
+            Ok(Err(source)) => return Err(BuildError::Guest { stage: "its warm-up", warm: true, source, console: console(Some(vm)) }),
             Err(_late) => format!("did not end within {} s, which a template's build may take in all", self.builder.time_max.as_secs()),
         };
         let said = match said.map(|said| said.last_lines()) {
@@ -350,13 +383,13 @@ impl Build<'_> {
     async fn guest<T>(&self, stage: &'static str, vm: &dyn Vm, done: impl Future<Output = Result<T, GuestError>>) -> Result<T, BuildError> {
         match tokio::time::timeout_at(self.deadline, done).await {
             Ok(Ok(done)) => Ok(done),
-            Ok(Err(source)) => Err(BuildError::Guest { stage, source, console: console(Some(vm)) }),
+            Ok(Err(source)) => Err(BuildError::Guest { stage, warm: self.warm, source, console: console(Some(vm)) }),
             Err(_late) => Err(self.late(stage, Some(vm))),
         }
     }
 
     fn late(&self, stage: &'static str, vm: Option<&dyn Vm>) -> BuildError {
-        BuildError::Late { stage, after: self.builder.time_max, console: console(vm) }
+        BuildError::Late { stage, warm: self.warm, after: self.builder.time_max, console: console(vm) }
     }
 }
 
@@ -419,7 +452,7 @@ mod tests {
     #[test]
     fn in_short_an_error_says_nothing_of_the_console() {
         let console = "; its console said last: panic".to_owned();
-        let late = BuildError::Late { stage: "the machine's boot", after: Duration::from_secs(240), console };
+        let late = BuildError::Late { stage: "the machine's boot", warm: false, after: Duration::from_secs(240), console };
         assert!(late.to_string().ends_with("panic"));
         assert_eq!(late.brief(), "building a template did not end within 240 s; it was at the machine's boot");
         let (command, end, said) = ("false".to_owned(), "ended with exit code 1".to_owned(), "it said nothing".to_owned());

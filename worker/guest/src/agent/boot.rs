@@ -75,6 +75,10 @@ pub fn boot() -> Result<Transport, BootError> {
         enter_root(&disk, word("volley.rootfs").unwrap_or("erofs"))?;
     }
     mount_cgroups();
+    // Whoever takes more than there is is ended for it, as in the other tiers, where a limit knows nothing of what was only asked for.
+    if let Err(e) = fs::write("/proc/sys/vm/overcommit_memory", "1") {
+        eprintln!("volley-guest: letting more memory be asked for than there is: {e}");
+    }
     if let Err(e) = raise_loopback() {
         eprintln!("volley-guest: raising the loopback: {e}");
     }

@@ -46,7 +46,7 @@ pub fn mount(mount: &Mount) -> Answer {
 }
 
 fn try_mount(name: &str, mount: &Mount) -> io::Result<()> {
-    fs::create_dir_all(&mount.target)?;
+    make_place(Path::new(&mount.target))?;
     let mut flags = MountFlags::NOSUID | MountFlags::NODEV;
     if mount.read_only {
         flags |= MountFlags::RDONLY;
@@ -66,7 +66,7 @@ pub fn furnish(furnish: &Furnish) -> Answer {
         Some(User::Ids { uid, gid, .. }) => Some((*uid, *gid)),
         Some(User::Named(name)) => match users::find(name) {
             Some(ids) => Some((ids.uid, ids.gid)),
-            None => return Answer::Refused(Refusal::new(RefusalKind::NotFound, format!("there is no user {name}"))),
+            None => return Answer::Refused(Refusal::new(RefusalKind::NoUser, format!("there is no user {name}"))),
         },
     };
     match mount(&furnish.mount) {
@@ -93,10 +93,22 @@ fn make(top: &Path, dir: &Dir, owner: Option<(u32, u32)>) -> io::Result<()> {
     // Behind the owner, which takes bits away; and whatever the umask is.
     rustix::fs::chmod(&path, Mode::from_raw_mode(dir.mode))?;
     if let Some(also) = &dir.also {
-        fs::create_dir_all(also)?;
+        make_place(Path::new(also))?;
         rustix::mount::mount_bind(&path, also)?;
     }
     Ok(())
+}
+
+/// A directory to mount on. What an image or a warm-up has of that name and is none gives way, as in a container.
+fn make_place(path: &Path) -> io::Result<()> {
+    if fs::metadata(path).is_ok_and(|there| there.is_dir()) {
+        return Ok(());
+    }
+    match fs::remove_file(path) {
+        Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),
+        _ => {}
+    }
+    fs::create_dir_all(path)
 }
 
 /// Its name among the kernel's disks.

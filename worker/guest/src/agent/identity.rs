@@ -3,8 +3,9 @@
 //! Owns setting them. Until a reseed that is due, nothing here reads randomness.
 
 use std::fs::{self, File, OpenOptions};
-use std::io::{self, Read};
+use std::io::{self, Read, Write};
 use std::os::fd::AsRawFd;
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 
 use volley_jobspecs::wire::guest::{Answer, Identity, SEED_BYTES};
@@ -18,6 +19,9 @@ const RNDRESEEDCRNG: libc::c_ulong = 0x5207;
 pub const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
 /// Where files lie that stand for others.
 const OWN_DIR: &str = "/run/volley";
+
+/// Largest /etc/hosts that gets the machine's names: some lists of names to block have half of that.
+const HOSTS_BYTES_MAX: u64 = 8 << 20;
 
 /// What `RNDADDENTROPY` takes: credited bits, bytes, the bytes.
 #[repr(C)]
@@ -70,19 +74,17 @@ fn check(result: libc::c_int) -> io::Result<()> {
     if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
-/// Takes names and ids.
+/// Takes names and ids. What an image or a warm-up has made of /etc is theirs: a file that can't be written there keeps nothing from beginning.
 pub fn set(identity: &Identity) -> Answer {
     if let Some(name) = &identity.hostname {
-        let set = rustix::system::sethostname(name.as_bytes()).map_err(io::Error::from);
-        let set = set.and_then(|()| write_in_etc("hostname", &format!("{name}\n"))).and_then(|()| write_hosts(name));
-        if let Err(e) = set {
-            return refused("setting the host name", &e);
+        if let Err(e) = rustix::system::sethostname(name.as_bytes()) {
+            return refused("setting the host name", &e.into());
         }
+        told("hostname", write_in_etc("hostname", &format!("{name}\n")));
+        told("hosts", write_hosts(name));
     }
-    if let Some(id) = &identity.machine_id
-        && let Err(e) = write_in_etc("machine-id", &format!("{}\n", hex(&id[..])))
-    {
-        return refused("writing /etc/machine-id", &e);
+    if let Some(id) = &identity.machine_id {
+        told("machine-id", write_in_etc("machine-id", &format!("{}\n", hex(&id[..]))));
     }
     if let Some(id) = &identity.boot_id
         && let Err(e) = set_boot_id(&**id)
@@ -92,19 +94,58 @@ pub fn set(identity: &Identity) -> Answer {
     Answer::Done
 }
 
+/// On the console, for whoever wonders.
+fn told(name: &str, written: io::Result<()>) {
+    if let Err(e) = written {
+        eprintln!("volley-guest: /etc/{name} is left as it is: {e}");
+    }
+}
+
 fn write_in_etc(name: &str, text: &str) -> io::Result<()> {
     fs::create_dir_all("/etc")?;
-    fs::write(Path::new("/etc").join(name), text)
+    write_plain(&Path::new("/etc").join(name), text)
+}
+
+/// Writes a plain file; anything else of that name is an error, and never waited for.
+fn write_plain(path: &Path, text: &str) -> io::Result<()> {
+    // Not before it is known what it is.
+    let mut file = plain(OpenOptions::new().write(true).create(true).truncate(false).custom_flags(libc::O_NONBLOCK), path)?;
+    file.set_len(0)?;
+    file.write_all(text.as_bytes())
+}
+
+/// Reads a plain file; nothing of one that is too large.
+fn read_plain(path: &Path) -> io::Result<String> {
+    let file = plain(OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK), path)?;
+    let mut text = String::new();
+    match file.take(HOSTS_BYTES_MAX + 1).read_to_string(&mut text)? as u64 {
+        0..=HOSTS_BYTES_MAX => Ok(text),
+        _ => Err(io::ErrorKind::FileTooLarge.into()),
+    }
+}
+
+fn plain(how: &OpenOptions, path: &Path) -> io::Result<File> {
+    let file = how.open(path)?;
+    if file.metadata()?.is_file() { Ok(file) } else { Err(io::Error::other("it is no plain file")) }
 }
 
 /// The machine's own names have addresses, as they have everywhere: an image brings no such file, or an empty one. What it brings else stays.
 fn write_hosts(name: &str) -> io::Result<()> {
     let file = Path::new("/etc/hosts");
-    let there = fs::read_to_string(file).unwrap_or_default();
+    let there = match read_plain(file) {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => String::new(),
+        there => there?,
+    };
+    let text = with_names(&there, name);
+    if text == there { Ok(()) } else { write_in_etc("hosts", &text) }
+}
+
+/// The file with the names that it lacks.
+fn with_names(there: &str, name: &str) -> String {
     let names = |wanted: &str| {
         there.lines().any(|line| !line.trim_start().starts_with('#') && line.split_whitespace().skip(1).any(|word| word == wanted))
     };
-    let mut text = there.clone();
+    let mut text = there.to_owned();
     if !text.is_empty() && !text.ends_with('\n') {
         text.push('\n');
     }
@@ -114,7 +155,7 @@ fn write_hosts(name: &str) -> io::Result<()> {
     if !names(name) {
         text.push_str(&format!("127.0.1.1\t{name}\n"));
     }
-    if text == there { Ok(()) } else { write_in_etc("hosts", &text) }
+    text
 }
 
 /// The kernel draws its boot id once and has no way to change it, so another file is put in its place.
@@ -133,10 +174,42 @@ fn set_boot_id(id: &[u8]) -> io::Result<()> {
 }
 
 fn hex(bytes: &[u8]) -> String {
-    use std::fmt::Write;
+    use std::fmt::Write as _;
     bytes.iter().fold(String::new(), |mut text, byte| {
         // Writing to a String can't fail.
         let _ = write!(text, "{byte:02x}");
         text
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_that_are_there_are_not_said_again() {
+        assert_eq!(with_names("", "m"), "127.0.0.1\tlocalhost\n::1\tlocalhost\n127.0.1.1\tm\n");
+        assert_eq!(with_names("127.0.0.1 localhost m", "m"), "127.0.0.1 localhost m\n");
+        assert!(with_names("# localhost\n", "m").contains("\n127.0.0.1\tlocalhost\n"));
+    }
+
+    #[test]
+    fn what_is_no_plain_file_is_neither_written_nor_waited_for() {
+        let dir = std::env::temp_dir().join(format!("volley-identity-{}", std::process::id()));
+        fs::create_dir(&dir).unwrap();
+        let path = |name: &str| dir.join(name);
+        rustix::fs::mknodat(rustix::fs::CWD, path("fifo"), rustix::fs::FileType::Fifo, rustix::fs::Mode::RWXU, 0).unwrap();
+        fs::create_dir(path("dir")).unwrap();
+        std::os::unix::fs::symlink("/nowhere/file", path("dangling")).unwrap();
+        std::os::unix::fs::symlink("/dev/zero", path("device")).unwrap();
+        for name in ["fifo", "dir", "dangling", "device"] {
+            assert!(write_plain(&path(name), "x").is_err(), "{name}");
+            assert!(read_plain(&path(name)).is_err(), "{name}");
+        }
+        fs::write(path("large"), vec![b'x'; HOSTS_BYTES_MAX as usize + 1]).unwrap();
+        assert!(read_plain(&path("large")).is_err());
+        write_plain(&path("large"), "y").unwrap();
+        assert_eq!(read_plain(&path("large")).unwrap(), "y");
+        fs::remove_dir_all(&dir).unwrap();
+    }
 }

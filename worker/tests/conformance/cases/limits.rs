@@ -12,6 +12,9 @@ pub fn cases() -> Vec<Case> {
     let pids = |pids: u32| json!({ "resources": { "pids": pids } });
     vec![
         shell("out of memory", &format!("exec {HOG}")).failed(FailureClass::Oom, Some(9)).says("64 MiB"),
+        shell("much more memory than there is", "exec dd if=/dev/zero of=/dev/null bs=1000M count=1")
+            .failed(FailureClass::Oom, Some(9))
+            .says("64 MiB"),
         shell("a child out of memory", &format!("{HOG}; exit 3")).failed(FailureClass::Oom, Some(3)).says("64 MiB"),
         shell("a child out of memory, and a success", &format!("{HOG}; exit 0")).failed(FailureClass::Oom, Some(0)),
         shell("within its memory", "dd if=/dev/zero of=/dev/null bs=20M count=1 2>/dev/null && echo fits").ok().out("fits\n"),

@@ -6,6 +6,7 @@
 use minicbor::bytes::ByteVec;
 use volley_jobspecs::failure::FailureClass;
 use volley_jobspecs::ids::AttemptName;
+use volley_jobspecs::spec::DurationMs;
 use volley_jobspecs::wire::plan::Isolation;
 use volley_jobspecs::wire::report::{AttemptEnd, Cause, Ending, MESSAGE_BYTES_MAX, Outputs, Stream, Timing, Usage};
 use volley_jobspecs::wire::work::{At, AtStage, TemplateStage};
@@ -296,11 +297,12 @@ impl Attempt {
         match cause {
             StopCause::Cancelled => (FailureClass::Cancelled, "stopped by the coordinator".to_owned()),
             StopCause::RunTimeout => {
-                (FailureClass::RunTimeout, format!("ran longer than timeouts.run ({} ms) and was stopped", self.run_ms))
+                (FailureClass::RunTimeout, format!("ran longer than timeouts.run ({}) and was stopped", DurationMs(self.run_ms)))
             }
-            StopCause::StartTimeout => {
-                (FailureClass::StartTimeout, format!("inputs and machine were not ready within timeouts.start ({} ms)", self.start_ms))
-            }
+            StopCause::StartTimeout => (
+                FailureClass::StartTimeout,
+                format!("inputs and machine were not ready within timeouts.start ({})", DurationMs(self.start_ms)),
+            ),
             StopCause::WorkerStopped | StopCause::Forgotten => {
                 (FailureClass::HostLost, "the worker was stopped while the task ran".to_owned())
             }

@@ -185,7 +185,10 @@ impl Shells {
                 end.cancel();
                 Ok(())
             }
-            (Some(_), _) => no(Refused::Runs, "its task still runs in it; `volley cancel` ends the job with its machines".to_owned()),
+            (Some(_), _) => no(
+                Refused::Runs,
+                "its task still runs in it; `volley cancel --now JOB` stops it, and `--attempt` names an earlier try's machine".to_owned(),
+            ),
             (None, Some(why)) => no(Refused::NotHere, format!("{}: {}", shell::GONE, why.as_str())),
             (None, None) => no(Refused::NotHere, "its worker keeps no machine of it".to_owned()),
         }
@@ -306,7 +309,8 @@ fn exec(place: &Place, open: &Open) -> Exec {
 mod tests {
     use super::*;
     use volley_jobspecs::ids::JobId;
-    use volley_jobspecs::wire::shell::{COMMAND_BYTES_MAX, SessionId, Tty, WORDS_MAX};
+    use volley_jobspecs::wire::shell::link::{End, Link};
+    use volley_jobspecs::wire::shell::{Body, COMMAND_BYTES_MAX, SessionId, Tty, WORDS_MAX};
 
     fn name(number: u32) -> AttemptName {
         AttemptName { job: JobId(1), stage: 0, index: 2, number, sequence: 4 }
@@ -364,6 +368,24 @@ mod tests {
         let _entered = shells.enter(name(1), place(&guest));
         drop(guest);
         assert_eq!(kind(shells.open(&open(1))), Some(Refused::NotHere), "a machine whose agent is gone is none");
+    }
+
+    #[tokio::test]
+    async fn whoever_waits_for_a_start_is_heard() {
+        let (shells, guest) = (Shells::default(), guest().await);
+        let _machine = shells.enter(name(1), place(&guest));
+        let permit = shells.open(&open(1)).unwrap_or_else(|why| panic!("{why:?}"));
+        let (hear, heard) = tokio::sync::mpsc::channel(session::FRAMES_MAX);
+        let (say, _said) = tokio::sync::mpsc::channel(16);
+        // Its agent answers nobody, so the command never begins.
+        let running = tokio::spawn(session::run(permit, heard, say));
+        let mut client = Link::new(End::Client, 0);
+        for body in [Body::Alive, Body::Signal(2), Body::failed("the client has left".to_owned())] {
+            hear.send(client.say(0, body)).await.unwrap();
+        }
+        // Long before the silence of a client that nobody listened to would have ended it.
+        tokio::time::timeout(std::time::Duration::from_secs(10), running).await.unwrap().unwrap();
+        assert_eq!(shells.count(), 0);
     }
 
     #[tokio::test]

@@ -19,13 +19,13 @@ const MESSAGE_KEPT_MAX: usize = 500;
 /// The class of tasks that were cancelled.
 pub const CANCELLED: &str = "cancelled";
 
-/// Failures with the same class and message.
+/// Failures with the same class, and the same first part of their messages.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Group {
     /// The class.
     pub class: String,
-    /// The message, shortened.
+    /// The message of the first of them, shortened.
     pub message: String,
     /// How many tasks.
     pub tasks: u32,
@@ -62,12 +62,16 @@ impl Tally {
             _ => row.class.map_or("failed", |class| class.as_str()),
         };
         let message = row.message.as_deref().unwrap_or_default().lines().next().unwrap_or_default();
-        let key = (class.to_owned(), clean::line(message, MESSAGE_CHARS_MAX));
+        // What a message says behind its first part is each task's own: that a process was left, that a machine was kept.
+        let verdict = message.split("; ").next().unwrap_or_default();
+        let key = (class.to_owned(), clean::line(verdict, MESSAGE_CHARS_MAX));
         let full = self.groups.len() >= GROUPS_MAX;
         match self.groups.get_mut(&key) {
-            Some((tasks, first, _)) => {
+            Some((tasks, first, shown)) => {
                 *tasks += 1;
-                *first = (*first).min(row.index);
+                if row.index < *first {
+                    (*first, *shown) = (row.index, clean::line(message, MESSAGE_KEPT_MAX));
+                }
             }
             None if full => {}
             None => {
@@ -127,6 +131,14 @@ mod tests {
         tally.add(&row(1, None, None));
         let top = tally.top(5);
         assert_eq!((top[0].class.as_str(), top[0].message.as_str(), top[0].tasks, top[0].first), ("exit_code", "exit code 1", 2, 5));
+        let mut tally_of_kept = Tally::default();
+        for index in [4, 2, 3] {
+            let message = format!("exit code 9; its machine was kept: volley exec j1 {index}");
+            tally_of_kept.add(&row(index, Some(FailureClass::ExitCode), Some(&message)));
+        }
+        let kept = tally_of_kept.top(5);
+        assert_eq!((kept.len(), kept[0].tasks, kept[0].first), (1, 3, 2));
+        assert!(kept[0].message.ends_with("j1 2"), "the message is the first one's: {}", kept[0].message);
         assert_eq!((top.len(), tally.rows(), tally.failures(), tally.top(1).len()), (2, 4, 3, 1));
     }
 }

@@ -58,6 +58,9 @@ pub enum KeepError {
     /// It is not there any more.
     #[error("its machine could not be kept: it has ended")]
     Gone,
+    /// Its agent does not let it go on.
+    #[error("its machine could not be kept: {0}")]
+    Guest(crate::guest::GuestError),
 }
 
 #[derive(Debug)]

@@ -136,8 +136,8 @@ impl MicrovmMachine {
         let (Some(Ready { guest, vm, group, template, .. }), Some(entered)) = (self.ready.take(), self.entered.take()) else {
             return Err(KeepError::Gone);
         };
-        // One that does not answer has ended, or is of no use to anybody; dropped, it goes.
-        guest.hold(false).await.map_err(|_| KeepError::Gone)?;
+        // One that does not answer is of no use to anybody; dropped, it goes.
+        guest.hold(false).await.map_err(KeepError::Guest)?;
         let asked = entered.reopen();
         room.keep(kept::Machine { name: entered.name(), guest, machine: Standing { vm, group }, entered, asked, bytes, template }, time)
     }

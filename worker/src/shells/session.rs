@@ -119,12 +119,19 @@ impl Talk {
 
     /// Starts the command and serves it. What is said last; none: nobody is there to hear it.
     async fn serve(&mut self, guest: &Guest, exec: &Exec, heard: &mut mpsc::Receiver<Frame>) -> Option<Body> {
+        let (told, tell) = mpsc::channel(FRAMES_MAX);
+        let orders = Orders::default();
         let command = {
             let mut starting = std::pin::pin!(start(guest, exec));
             loop {
                 tokio::select! {
                     started = &mut starting => break started,
-                    // A start may take its time, and both ends are there meanwhile.
+                    // A start may take its time, and both ends are there meanwhile: what is said to it waits.
+                    frame = heard.recv() => match self.hear(frame?) {
+                        Ok(Some(body)) => pass_on(&orders, &told, body),
+                        Ok(None) => {}
+                        Err(last) => return last,
+                    },
                     due = due(&mut self.link, self.begin) => match due {
                         Some(frame) => self.send(frame).await,
                         None => return Some(silent()),
@@ -133,7 +140,7 @@ impl Talk {
             }
         };
         match command {
-            Ok(command) => self.converse(&command, heard).await,
+            Ok(command) => self.converse(&command, heard, &orders, (told, tell)).await,
             Err(GuestError::Refused(refusal)) if refusal.kind == RefusalKind::CannotExec => {
                 let found = !matches!(refusal.errno, Some(libc::ENOENT | libc::ENOTDIR));
                 let text = format!("volley exec: {}\n", refusal.text).into_bytes();
@@ -144,16 +151,32 @@ impl Talk {
         }
     }
 
-    async fn converse(&mut self, command: &Command, heard: &mut mpsc::Receiver<Frame>) -> Option<Body> {
-        let (told, tell) = mpsc::channel(FRAMES_MAX);
+    /// A frame of the other end: what is for the command, if anything. An error: the session ends, and what is said last.
+    fn hear(&mut self, frame: Frame) -> Result<Option<Body>, Option<Body>> {
+        match self.link.hear(self.now_ms(), frame) {
+            Ok(Some(Body::Failed(why))) => {
+                tracing::debug!(why, "a shell was ended by its other end");
+                Err(None)
+            }
+            Ok(body) => Ok(body),
+            Err(why) => Err(Some(Body::failed(why.to_string()))),
+        }
+    }
+
+    async fn converse(
+        &mut self,
+        command: &Command,
+        heard: &mut mpsc::Receiver<Frame>,
+        orders: &Orders,
+        (told, tell): (mpsc::Sender<Told>, mpsc::Receiver<Told>),
+    ) -> Option<Body> {
         let (took, taken) = mpsc::channel(PIECES_WAITING);
         let (pieces, said) = mpsc::channel(PIECES_WAITING);
-        let orders = Orders::default();
         tokio::select! {
-            last = self.exchange(&orders, heard, said, (told, taken)) => last,
+            last = self.exchange(orders, heard, said, (told, taken)) => last,
             never = listen(command, pieces) => match never {},
             never = feed(command, tell, took) => match never {},
-            never = steer(command, &orders) => match never {},
+            never = steer(command, orders) => match never {},
         }
     }
 
@@ -168,17 +191,14 @@ impl Talk {
             // A whole piece, so that none is cut; with less room the client has not taken enough for a while.
             let roomy = self.link.room() >= PIECE_BYTES_MAX;
             let frame = tokio::select! {
-                frame = heard.recv() => match self.link.hear(self.now_ms(), frame?) {
-                    Ok(None) => continue,
-                    Ok(Some(Body::Failed(why))) => {
-                        tracing::debug!(why, "a shell was ended by its other end");
-                        return None;
-                    }
-                    Ok(Some(body)) => {
-                        pass_on(orders, &told, body);
+                frame = heard.recv() => match self.hear(frame?) {
+                    Ok(body) => {
+                        if let Some(body) = body {
+                            pass_on(orders, &told, body);
+                        }
                         continue;
                     }
-                    Err(why) => return Some(Body::failed(why.to_string())),
+                    Err(last) => return last,
                 },
                 Some(said) = said.recv(), if roomy => match said {
                     Said::Output { stderr, bytes } => self.link.say(self.now_ms(), Body::Output { stderr, bytes: bytes.into() }),

@@ -19,7 +19,7 @@ use volley_jobspecs::wire::plan::Isolation;
 use volley_store::{Store, StoreConfig};
 use volley_volume::format::seal::ClusterKeys;
 use volley_worker::vmm::spawner::MachineSpawner;
-use volley_worker::{Config, Control, Handle, NatsBus, S3Objects, ShareConfig, Spawner, users};
+use volley_worker::{Config, Control, Handle, NatsBus, S3Objects, ShareConfig, Spawner, VolumesConfig, users};
 
 use crate::failed::{Ended, Failed};
 
@@ -33,8 +33,8 @@ fn secret(path: &Path, what: &str) -> Result<String, Failed> {
     Ok(text.trim().to_owned())
 }
 
-/// The keys of volumes in a file that nobody else may read.
-fn volume_keys(path: &Path) -> Result<ClusterKeys, Failed> {
+/// The keys of volumes in a file that nobody else may read: as they are there, and read.
+fn volume_keys(path: &Path) -> Result<(String, ClusterKeys), Failed> {
     let io = |e| Failed::local("read the keys of volumes", path, &e);
     let mode = std::fs::metadata(path).map_err(io)?.permissions().mode();
     if mode & 0o077 != 0 {
@@ -42,7 +42,8 @@ fn volume_keys(path: &Path) -> Result<ClusterKeys, Failed> {
         return Err(Failed::new(Exit::BadSpec, text));
     }
     let text = std::fs::read_to_string(path).map_err(io)?;
-    ClusterKeys::parse(&text).map_err(|why| Failed::new(Exit::BadSpec, format!("{}: {why}", path.display())))
+    let keys = ClusterKeys::parse(&text).map_err(|why| Failed::new(Exit::BadSpec, format!("{}: {why}", path.display())))?;
+    Ok((text, keys))
 }
 
 /// How to reach NATS, as the flags say.
@@ -95,7 +96,7 @@ pub async fn coordinator(args: CoordinatorArgs, observer: Observing) -> Ended {
         local_metrics: args.local_metrics,
         bootstrap_token: token,
         observer,
-        volume_keys: args.volume_keys.as_deref().map(volume_keys).transpose()?,
+        volume_keys: args.volume_keys.as_deref().map(volume_keys).transpose()?.map(|(_, keys)| keys),
         ..CoordinatorConfig::new(nats(args.nats)?, args.data_dir, store(args.store))
     };
     let stop = CancellationToken::new();
@@ -221,6 +222,10 @@ pub async fn worker(args: WorkerArgs, spawners: Spawners, observer: Observing) -
     config.observer = observer;
     let nats = nats(args.nats)?;
     let store = store(args.store);
+    if let Some(path) = &args.volume_keys {
+        let (keys, _) = volume_keys(path)?;
+        config.volumes = Some(VolumesConfig { allow_host_mount: args.volumes.allow_host_mount, ..VolumesConfig::new(keys, store.clone()) });
+    }
     run_worker(config, &nats, store, spawners.processes, volley_worker::control()).await
 }
 

@@ -20,7 +20,7 @@ use volley_jobspecs::observe::Observing;
 use volley_store::StoreConfig;
 use volley_store::embedded::{EmbeddedConfig, EmbeddedServer};
 use volley_worker::vmm::spawner::MachineSpawner;
-use volley_worker::{Config, Handle, users};
+use volley_worker::{Config, Handle, VolumesConfig, users};
 
 use crate::embedded::{Nats, Secrets, make_private_dir};
 use crate::failed::{Ended, Failed};
@@ -37,7 +37,7 @@ const ANSWER_PATIENCE: Duration = Duration::from_secs(2);
 /// Starts everything, and ends it on a signal: the first drains, the second stops now.
 pub async fn up(args: UpArgs, spawners: Spawners, observer: Observing) -> Ended {
     let dir = make_dir(&args)?;
-    let config = Config { observer: observer.clone(), ..worker_config(&args, &dir, spawners.machines)? };
+    let mut config = Config { observer: observer.clone(), ..worker_config(&args, &dir, spawners.machines)? };
     config.check().map_err(Failed::arguments)?;
     let room = Room::of(&dir)?;
     room.wait().await;
@@ -52,6 +52,10 @@ pub async fn up(args: UpArgs, spawners: Spawners, observer: Observing) -> Ended 
     };
     let s3 = Arc::new(EmbeddedServer::start(s3).await?);
     let store = StoreConfig::new(&s3.endpoint(), BUCKET, &secrets.s3_access_key, &secrets.s3_secret_key);
+    config.volumes = secrets
+        .volume_key
+        .clone()
+        .map(|key| VolumesConfig { allow_host_mount: args.volumes.allow_host_mount, ..VolumesConfig::new(key, store.clone()) });
     let coordinator = CoordinatorConfig {
         name: "up".to_owned(),
         listen: args.listen,

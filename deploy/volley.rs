@@ -10,6 +10,7 @@ mod room;
 mod serve;
 mod template;
 mod up;
+mod volume;
 
 use std::process::ExitCode;
 
@@ -25,6 +26,9 @@ use serve::Spawners;
 const CORES_PER_THREAD: usize = 4;
 
 fn main() -> ExitCode {
+    if let Some(ended) = volume::of_a_worker() {
+        return ended;
+    }
     let cli = match volley_cli::parse(std::env::args_os()) {
         Ok(cli) => cli,
         Err(exit) => return exit.into(),

@@ -21,6 +21,7 @@ mod read;
 mod remove;
 mod resize;
 pub mod serve;
+pub mod server;
 mod snapshot;
 pub mod state;
 mod verify;

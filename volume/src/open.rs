@@ -164,9 +164,20 @@ impl Host {
     /// # Errors
     /// [`OpenError`].
     pub fn attach(self: &Arc<Self>, volume: VolumeId, by: &Opener) -> Result<Volume, OpenError> {
+        self.attach_if(volume, by, |_| Ok(()))
+    }
+
+    /// The same, if the head that is replaced is one that `may` be: it is asked for each head that is found.
+    pub(crate) fn attach_if(
+        self: &Arc<Self>,
+        volume: VolumeId,
+        by: &Opener,
+        may: impl Fn(&Head) -> Result<(), MoveError>,
+    ) -> Result<Volume, OpenError> {
         let (dir, file) = self.lock_dir(volume)?;
         let (mut head, family, mut tag) = self.head(volume)?;
         for _ in 0..ATTACH_TRIES {
+            may(&head)?;
             let holder = Holder { host: by.host.clone(), attach: by.attach, until_ms: by.until_ms };
             let Opener { attempt, guest, force, resume, .. } = *by;
             let next = moves::attach(&head, Attach { attempt, holder, guest, force, resume, now_ms: now_ms(), commit: random()? })?;

@@ -17,7 +17,7 @@ use crate::commit::Commits;
 use crate::device::{Device, Piece};
 use crate::format::BLOCK;
 use crate::format::extent::PackRef;
-use crate::format::head::FlushMode;
+use crate::format::head::{FlushMode, WrittenBy};
 use crate::format::log::Change;
 use crate::format::seal::FamilyKey;
 use crate::host::{Host, lock};
@@ -171,6 +171,21 @@ impl Volume {
     #[must_use]
     pub fn dirty_bytes(&self) -> u64 {
         lock(&self.shared.state).dirty
+    }
+
+    /// Who has written on the disk.
+    #[must_use]
+    pub fn written_by(&self) -> WrittenBy {
+        lock(&self.shared.commits).head.written_by
+    }
+
+    /// Was nothing ever written on the disk?
+    #[must_use]
+    pub fn is_blank(&self) -> bool {
+        let commits = lock(&self.shared.commits);
+        let content = commits.head.latest();
+        let stored = content.root.is_some() || !content.deltas.is_empty();
+        !stored && lock(&self.shared.state).overlay.is_empty()
     }
 
     pub(crate) fn stop(&mut self) {

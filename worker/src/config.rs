@@ -15,6 +15,7 @@ use crate::template::share::Sharing;
 use crate::template::step::Steps;
 use crate::vmm::choice::Choice;
 use crate::vmm::spawner::MachineSpawner;
+use crate::volumes::VolumesConfig;
 
 /// Most slots of a worker: each has a shim process and three directories once it was used.
 pub const SLOTS_MAX: u32 = 4_096;
@@ -75,6 +76,8 @@ pub struct Config {
     pub containers: ContainerConfig,
     /// What machines are made of; used only where `isolation` has `microvm`, but for what containers have of it.
     pub machines: MachineConfig,
+    /// What volumes are made of; none: tasks that want any are not for this worker.
+    pub volumes: Option<VolumesConfig>,
 }
 
 /// What containers are made of. They have their images and their first program from [`MachineConfig`].
@@ -186,6 +189,7 @@ impl Config {
             disk_bytes: free_disk(&dir),
             containers: ContainerConfig::default(),
             machines: MachineConfig::new(&dir),
+            volumes: None,
             dir,
             isolation: vec![Isolation::Null, Isolation::Process],
             labels: BTreeMap::new(),

@@ -45,6 +45,7 @@ pub mod template;
 pub mod trace;
 pub mod users;
 pub mod vmm;
+pub mod volumes;
 
 use std::sync::Arc;
 
@@ -61,6 +62,7 @@ pub use error::{RunError, chain};
 pub use io::nats::NatsBus;
 pub use io::objects::S3Objects;
 pub use spawner::Spawner;
+pub use volumes::VolumesConfig;
 
 use driver::{Driver, EVENTS_MAX, Parts};
 use executor::Shared;
@@ -88,6 +90,7 @@ pub async fn run<B: Bus, O: Objects>(
     let images = offer.images();
     let told = told_images(images.as_ref()).await;
     let Offer { place, cgroups, limits, spawner, processes, containers, machines, lacks } = offer;
+    let volumes = start_volumes(&config, &place.dir).await?;
     let (events, receiver) = mpsc::channel(EVENTS_MAX);
     let _images = images.map(|store| AbortOnDropHandle::new(tokio::spawn(tell_images(store, told.clone(), events.clone()))));
     let (watched, watching) = watch::channel(Arc::default());
@@ -127,6 +130,8 @@ pub async fn run<B: Bus, O: Objects>(
         }
     }
     drop(living);
+    // Its server ends with it: nothing is open any more.
+    drop(volumes);
     if let Some(machines) = ours {
         machines.close().await;
     }
@@ -162,6 +167,14 @@ pub fn run_on_nats(
         let _shells = AbortOnDropHandle::new(tokio::spawn(shells));
         run(config, bus, objects, spawner, control).await
     })
+}
+
+/// Volumes, of a worker that has a key for them.
+async fn start_volumes(config: &Config, dir: &std::path::Path) -> Result<Option<Arc<volumes::Volumes>>, RunError> {
+    let Some(volumes) = config.volumes.clone() else { return Ok(None) };
+    let started = volumes::Volumes::start(volumes, dir, &config.host, config.machines.mke2fs.clone()).await;
+    let failed = |source| RunError::Dir { path: dir.join("volumes"), what: "clearing it", source };
+    started.map(Some).map_err(failed)
 }
 
 /// What images there are, of a worker that needs any.

@@ -21,6 +21,9 @@ const MAPS: [&str; 2] = ["/proc/self/uid_map", "/proc/self/gid_map"];
 /// The first user and group of machines when nobody names one: behind those of slots, before the subordinate users.
 pub const FIRST_OF_MACHINES: u32 = 90_000;
 
+/// The user and group of those programs that show volumes as files, once they have mounted: the last before those of machines.
+pub const OF_FILES: u32 = FIRST_OF_MACHINES - 1;
+
 /// Who gets users.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Whose {

@@ -40,6 +40,9 @@ pub struct UpArgs {
     /// What machines are made of.
     #[command(flatten)]
     pub machines: MachineArgs,
+    /// What may be done with volumes.
+    #[command(flatten)]
+    pub volumes: VolumeArgs,
     /// Also offers `isolation: null`, which runs nothing.
     #[arg(long, hide = true)]
     pub null: bool,
@@ -222,9 +225,25 @@ pub struct WorkerArgs {
     /// What machines are made of.
     #[command(flatten)]
     pub machines: MachineArgs,
+    /// The keys of volumes. In this file, the same for all coordinators and workers: one a line, 64 hexadecimal digits (`openssl rand -hex 32`), the first
+    /// is written with. Without, no task that wants a volume runs here.
+    #[arg(long, env = "VOLLEY_VOLUME_KEYS", value_name = "FILE", help_heading = "volumes")]
+    pub volume_keys: Option<PathBuf>,
+    /// What may be done with volumes.
+    #[command(flatten)]
+    pub volumes: VolumeArgs,
     /// Also offers `isolation: null`, which runs nothing.
     #[arg(long, hide = true)]
     pub null: bool,
+}
+
+/// What may be done with the volumes of tasks.
+#[derive(Debug, Clone, Copy, Args)]
+pub struct VolumeArgs {
+    /// Mounts what guests wrote for processes and containers. The host's kernel reads a file system that a machine's guest could have made to break it:
+    /// only where everybody who writes volumes in machines is trusted.
+    #[arg(long, env = "VOLLEY_ALLOW_HOST_MOUNT", help_heading = "volumes")]
+    pub allow_host_mount: bool,
 }
 
 /// What `--vmm` takes.

@@ -28,6 +28,28 @@ pub enum MoveError {
         /// The volume.
         volume: VolumeId,
     },
+    /// Somebody else has written it since, or was given it.
+    #[error("{volume}: {host} has it since (epoch {epoch})")]
+    Elsewhere {
+        /// The volume.
+        volume: VolumeId,
+        /// Who; "nobody" when it was let go.
+        host: String,
+        /// The epoch now.
+        epoch: u64,
+    },
+    /// It is not what an attempt was given.
+    #[error(
+        "{volume}: generation {given} was given to be written, and it has generation {generation}: it was changed beside the cluster's log"
+    )]
+    Generation {
+        /// The volume.
+        volume: VolumeId,
+        /// As the log has it.
+        given: u64,
+        /// As it is.
+        generation: u64,
+    },
     /// Another state is accepted, or worked on, than the one that is named.
     #[error("{volume}: {asked} can't be accepted: accepted is generation {generation}, and the working state is another one")]
     OtherState {
@@ -136,6 +158,39 @@ pub fn attach(head: &Head, by: Attach) -> Result<Head, MoveError> {
     };
     let written_by = if by.guest { WrittenBy::Guest } else { head.written_by };
     Ok(Head { epoch, seq: 0, commit: by.commit, written_by, holder: Some(by.holder), working: Some(working), ..head.clone() })
+}
+
+/// May an attempt that was given `generation` take a volume with this head? Not what another attempt was given after it: whoever was paused, and is not wanted
+/// any more, would end that one. With `again` it had it, and may go on only if nobody else had it since.
+///
+/// # Errors
+/// [`MoveError`].
+pub fn may_attach(head: &Head, attempt: AttemptName, attach: [u8; 16], generation: u64, again: bool) -> Result<(), MoveError> {
+    alive(head)?;
+    let ours = head.holder.as_ref().is_some_and(|holder| holder.attach == attach);
+    let elsewhere = || {
+        let host = head.holder.as_ref().map_or_else(|| "nobody".to_owned(), |holder| holder.host.clone());
+        Err(MoveError::Elsewhere { volume: head.volume, host, epoch: head.epoch })
+    };
+    if ours {
+        return Ok(());
+    }
+    let working = head.working.as_ref().and_then(|working| working.attempt);
+    let later = [working, head.accepted.attempt].into_iter().flatten().any(|other| other.sequence > attempt.sequence);
+    if again || later {
+        return elsewhere();
+    }
+    if head.accepted.generation != generation {
+        return Err(MoveError::Generation { volume: head.volume, given: generation, generation: head.accepted.generation });
+    }
+    Ok(())
+}
+
+/// What an attempt left that has let the volume go, if it has: the state, and the generation it is based on.
+#[must_use]
+pub fn left_by(head: &Head, attempt: AttemptName) -> Option<(&Content, u64)> {
+    let working = head.working.as_ref().filter(|working| head.holder.is_none() && working.attempt == Some(attempt))?;
+    head.tombstone.is_none().then_some((&working.content, head.accepted.generation))
 }
 
 /// A commit: the holder's state moves to `content`, which has all operations up to `op`.
@@ -269,6 +324,33 @@ pub mod tests {
         let resumed = attach(&written, Attach { force: true, resume: true, ..by(2, 1) }).unwrap();
         assert_eq!((resumed.working.as_ref().unwrap().content.size, resumed.working.unwrap().op), (2 << 20, 0));
         assert!(matches!(commit(&written, Content::empty(1 << 20), 8, [5; 16]), Err(MoveError::Shrink { .. })));
+    }
+
+    #[test]
+    fn an_attempt_takes_what_it_was_given_and_nothing_that_came_after() {
+        let attempt = |sequence: u64| AttemptName { job: JobId(1), stage: 0, index: 0, number: 1, sequence };
+        let may = |head: &Head, sequence: u8, generation, again| {
+            may_attach(head, attempt(sequence.into()), [sequence; 16], generation, again).map_err(|why| why.to_string())
+        };
+        let fresh = fresh();
+        assert_eq!(may(&fresh, 2, 0, false), Ok(()));
+        assert!(may(&fresh, 2, 1, false).unwrap_err().contains("generation 1 was given"));
+        assert!(may(&fresh, 2, 0, true).unwrap_err().contains("nobody has it since"));
+        let held = attach(&fresh, by(2, 0)).unwrap();
+        assert_eq!((may(&held, 2, 0, true), may(&held, 3, 0, false)), (Ok(()), Ok(())));
+        assert!(may(&held, 1, 0, false).unwrap_err().contains("h2 has it since"), "one that was given it before");
+        assert!(may(&held, 3, 0, true).is_err());
+        assert_eq!(left_by(&held, attempt(2)), None);
+        let done = detach(&commit(&held, Content::empty(2 << 20), 7, [4; 16]).unwrap(), [5; 16]);
+        assert_eq!(left_by(&done, attempt(2)).map(|(content, base)| (content.size, base)), Some((2 << 20, 0)));
+        assert_eq!(left_by(&done, attempt(3)), None);
+        // It must not begin anew with what was accepted, as if nothing had been written.
+        assert!(may(&done, 2, 0, true).is_err());
+        let root = done.working.as_ref().unwrap().content.digest();
+        let accepted = promote(&done, Some(attempt(2)), 0, root, [6; 16]).unwrap().unwrap();
+        assert!(may(&accepted, 1, 1, false).is_err() && may(&accepted, 3, 0, false).is_err());
+        assert_eq!(may(&accepted, 3, 1, false), Ok(()));
+        assert!(may(&remove(&fresh, true, 0, [7; 16]).unwrap(), 2, 0, false).unwrap_err().contains("deleted"));
     }
 
     #[test]

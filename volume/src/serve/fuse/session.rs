@@ -59,7 +59,7 @@ fn perform(link: &Link, owner: Owner, request: &Request<'_>) {
         Asked::Silent => return,
         Asked::GetAttr => Ok(file.attributes()),
         // Times are not kept; what would change the file's owner, mode or size is not for its users to change.
-        Asked::SetAttr { owner: false, size } if size.is_none_or(|size| size == file.size) => Ok(file.attributes()),
+        Asked::SetAttr { mode: false, uid, gid, size } if file.is(uid, gid, size) => Ok(file.attributes()),
         Asked::SetAttr { .. } => Err(libc::EPERM),
         Asked::Open { flags } if read_only && flags & libc::O_ACCMODE.cast_unsigned() != 0 => Err(libc::EROFS),
         Asked::Open { .. } => Ok(opened()),

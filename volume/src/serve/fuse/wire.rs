@@ -30,8 +30,12 @@ const WANTED: u32 = 1 | 1 << 5 | 1 << 15 | 1 << 22;
 /// `FOPEN_NOFLUSH`: nothing is to be done when it is closed. `FOPEN_PARALLEL_DIRECT_WRITES`: writes need not wait for each other.
 const OPENED: u32 = 1 | 1 << 5 | 1 << 6;
 /// `FATTR_MODE`, `FATTR_UID`, `FATTR_GID` and `FATTR_SIZE`.
-const SET_OWNER: u32 = 1 | 1 << 1 | 1 << 2;
+const SET_MODE: u32 = 1;
+const SET_UID: u32 = 1 << 1;
+const SET_GID: u32 = 1 << 2;
 const SET_SIZE: u32 = 1 << 3;
+/// Between the size and the owner of `fuse_setattr_in`: a lock's owner, three times, their fractions, the mode, and one that is not used.
+const SETATTR_TIMES_BYTES: usize = 4 * 8 + 3 * 4 + 4 + 4;
 /// `FUSE_NOTIFY_INVAL_INODE`.
 const FORGET_ATTRIBUTES: i32 = 2;
 /// How long the kernel may believe attributes. Only the size changes, and then it is told.
@@ -53,10 +57,14 @@ pub enum Asked<'a> {
     },
     /// Size, owner, mode.
     GetAttr,
-    /// To change them: the owner or mode, or the size to this.
+    /// To change them: the mode, or owner, group and size to these.
     SetAttr {
         /// See there.
-        owner: bool,
+        mode: bool,
+        /// See there.
+        uid: Option<u32>,
+        /// See there.
+        gid: Option<u32>,
         /// See there.
         size: Option<u64>,
     },
@@ -154,7 +162,13 @@ fn asked<'a>(opcode: u32, from: &mut Fields<'a>) -> Option<Asked<'a>> {
             let valid = from.u32()?;
             from.skip(12)?;
             let size = from.u64()?;
-            Asked::SetAttr { owner: valid & SET_OWNER != 0, size: (valid & SET_SIZE != 0).then_some(size) }
+            let (mut uid, mut gid) = (None, None);
+            if valid & (SET_UID | SET_GID) != 0 {
+                from.skip(SETATTR_TIMES_BYTES)?;
+                let owner = (from.u32()?, from.u32()?);
+                (uid, gid) = ((valid & SET_UID != 0).then_some(owner.0), (valid & SET_GID != 0).then_some(owner.1));
+            }
+            Asked::SetAttr { mode: valid & SET_MODE != 0, uid, gid, size: (valid & SET_SIZE != 0).then_some(size) }
         }
         14 => Asked::Open { flags: from.u32()? },
         15 => {
@@ -199,6 +213,12 @@ pub struct File {
 }
 
 impl File {
+    /// Are these its owner, group and size, as far as they are said? A VMM's driver gives it to the VMM, whose it is.
+    #[must_use]
+    pub fn is(&self, uid: Option<u32>, gid: Option<u32>, size: Option<u64>) -> bool {
+        uid.is_none_or(|uid| uid == self.uid) && gid.is_none_or(|gid| gid == self.gid) && size.is_none_or(|size| size == self.size)
+    }
+
     /// Its mode: a file that nobody but its owner may open.
     #[must_use]
     pub fn mode(&self) -> u32 {
@@ -312,8 +332,13 @@ mod tests {
         write.pop();
         assert_eq!(Request::decode(&request(16, &write)), None);
         assert_eq!(asked(&request(43, &longs(&[9, 1, 2, 3]))), "Allocate { offset: 1, len: 2, mode: 3 }");
-        assert_eq!(asked(&request(4, &longs(&[8, 0, 77, 0]))), "SetAttr { owner: false, size: Some(77) }");
-        assert_eq!(asked(&request(4, &longs(&[1, 0, 77, 0]))), "SetAttr { owner: true, size: None }");
+        assert_eq!(asked(&request(4, &longs(&[8, 0, 77, 0]))), "SetAttr { mode: false, uid: None, gid: None, size: Some(77) }");
+        assert_eq!(asked(&request(4, &longs(&[1, 0, 77, 0]))), "SetAttr { mode: true, uid: None, gid: None, size: None }");
+        let mut owner = longs(&[6, 0, 77]);
+        owner.resize(76, 0);
+        owner.extend([1, 2, 0, 0, 3, 4, 0, 0]);
+        assert_eq!(asked(&request(4, &owner)), "SetAttr { mode: false, uid: Some(513), gid: Some(1027), size: None }");
+        assert_eq!(Request::decode(&request(4, &owner[..80])), None);
         assert_eq!(asked(&request(99, &[])), "Other(99)");
     }
 

@@ -215,11 +215,19 @@ impl Volumes {
         }))
     }
 
-    /// Opens a volume and shows it.
+    /// Opens a volume and shows it. Whoever waits for it no longer leaves nothing behind.
     ///
     /// # Errors
     /// [`VolumeError`]; nothing of it is left then.
     pub async fn open(self: &Arc<Self>, want: Want) -> Result<OpenVolume, VolumeError> {
+        let (volumes, slot) = (Arc::clone(self), want.slot);
+        whole(slot, async move { volumes.open_whole(want).await }).await
+    }
+
+    async fn open_whole(self: Arc<Self>, want: Want) -> Result<OpenVolume, VolumeError> {
+        if let Some(why) = self.lack() {
+            return Err(VolumeError::Off(why));
+        }
         let Want { name, slot, tenant, what, size_bytes, flush, top, show } = want;
         let handle = self.next.fetch_add(1, Ordering::Relaxed);
         let guest = !matches!(show, Show::Mount { .. });
@@ -237,17 +245,8 @@ impl Volumes {
         let entry = Arc::new(Entry::new(Open { handle, what, size_bytes, flush, guest, again: false }, slot));
         let dir = self.at.join(handle.to_string());
         let tree = dir.join(TREE);
-        let parts = Parts {
-            volumes: Arc::clone(self),
-            entry,
-            volume,
-            dir,
-            shown: Shown::Nothing,
-            bytes: 0,
-            grown: false,
-            made: false,
-            turn,
-        };
+        let parts =
+            Parts { volumes: Arc::clone(&self), entry, volume, dir, shown: Shown::Nothing, bytes: 0, grown: false, made: false, turn };
         // From here on it is forgotten, whatever happens.
         let mut open = OpenVolume { parts: Some(parts), tree };
         let parts = open.parts_mut()?;
@@ -345,6 +344,11 @@ impl Drop for OpenVolume {
     }
 }
 
+/// Does all of something, also when whoever asked for it waits no longer: half of a mount would stay for ever.
+async fn whole<T: Send + 'static>(slot: u8, f: impl Future<Output = Result<T, VolumeError>> + Send + 'static) -> Result<T, VolumeError> {
+    tokio::spawn(f).await.unwrap_or_else(|e| Err(host(slot, "waiting for it", &e)))
+}
+
 fn gone() -> VolumeError {
     VolumeError::Off("it was let go".to_owned())
 }
@@ -406,7 +410,11 @@ impl OpenVolume {
     ///
     /// # Errors
     /// [`VolumeError`]: what was written is not kept, and the attempt no success.
-    pub async fn finish(mut self) -> Result<Left, VolumeError> {
+    pub async fn finish(self) -> Result<Left, VolumeError> {
+        whole(self.slot(), self.finish_whole()).await
+    }
+
+    async fn finish_whole(mut self) -> Result<Left, VolumeError> {
         let parts = self.parts_mut()?;
         parts.hide().await?;
         let handle = parts.entry.open.handle;
@@ -422,7 +430,11 @@ impl OpenVolume {
     ///
     /// # Errors
     /// [`VolumeError`]: it is not kept.
-    pub async fn keep(mut self) -> Result<u64, VolumeError> {
+    pub async fn keep(self) -> Result<u64, VolumeError> {
+        whole(self.slot(), self.keep_whole()).await
+    }
+
+    async fn keep_whole(mut self) -> Result<u64, VolumeError> {
         let parts = self.parts_mut()?;
         parts.hide().await?;
         let handle = parts.entry.open.handle;
@@ -436,8 +448,17 @@ impl OpenVolume {
     /// Nothing of it is wanted. Of a volume that was written what was accepted stays.
     pub async fn forget(mut self) {
         if let Some(parts) = self.parts.take() {
-            parts.forget().await;
+            let forgetting = async move {
+                parts.forget().await;
+                Ok(())
+            };
+            // It says nothing that anybody could do something about.
+            let _ = whole(0, forgetting).await;
         }
+    }
+
+    fn slot(&self) -> u8 {
+        self.parts.as_ref().map_or(0, |parts| parts.entry.slot)
     }
 
     /// The server has let it go.

@@ -116,9 +116,12 @@ impl Server {
             }
             Err(why) => {
                 let _clearing = self.table.remove(open.handle, volume);
-                // What a server before this one had acknowledged is still wanted: it is opened again, or forgotten.
-                if !open.again {
-                    aside::clear(&self.dir, volume, true);
+                match &why {
+                    // S3 has all of it.
+                    Unopened::Ended(_) => aside::clear(&self.dir, volume, false),
+                    // What a server before this one had acknowledged is still wanted: it is opened again, or forgotten.
+                    Unopened::Refused(_) if open.again => {}
+                    Unopened::Refused(_) => aside::clear(&self.dir, volume, true),
                 }
                 aside::unlock(&self.dir, volume);
                 using.stays = true;

@@ -1,6 +1,7 @@
-//! A file system for a volume that nothing was ever written on.
+//! A file system for a volume that nothing was ever written on, and one that is smaller than its disk.
 //!
-//! Owns making the image of one, as large as the disk and almost empty, with the owner and mode of its top directory. Does not own writing it on the volume.
+//! Owns making the image of one, as large as the disk and almost empty, with the owner and mode of its top directory; and making one larger that is not mounted, where the
+//! worker may not have its kernel do it. Does not own writing an image on the volume.
 //!
 //! Unlike a scratch disk's (`machines/scratch.rs`) it has a journal and check sums: it outlives its machine.
 
@@ -39,7 +40,7 @@ pub enum BlankError {
         source: std::io::Error,
     },
     /// It failed.
-    #[error("{} could not make a file system of {} MiB: {said}", .program.display(), .bytes >> 20)]
+    #[error("{} could not make or grow a file system of {} MiB: {said}", .program.display(), .bytes >> 20)]
     Failed {
         /// Which.
         program: PathBuf,
@@ -79,6 +80,35 @@ pub async fn make(mke2fs: &Path, path: &Path, bytes: u64, top: Top) -> Result<()
     let mut command = Command::new(&debugfs);
     command.args(["-w", "-R", &format!("set_inode_field <2> mode 0{:o}", DIRECTORY | mode)]).arg(path);
     run(command, &debugfs, bytes).await
+}
+
+/// Does the superblock of an ext4 in `path` (linux/fs/ext4/ext4.h: at byte 1,024 of the disk, little endian) speak of less than so many bytes? Only for what this host may
+/// mount: it was not written by a guest.
+///
+/// # Errors
+/// What the system says.
+pub fn is_smaller(path: &Path, bytes: u64) -> std::io::Result<bool> {
+    let mut block = [0; 1_024];
+    std::os::unix::fs::FileExt::read_exact_at(&File::open(path)?, &mut block, 1_024)?;
+    let number = |at: usize| block.get(at..at + 4).and_then(|bytes| bytes.try_into().ok()).map_or(0, u32::from_le_bytes);
+    // s_blocks_count_lo, s_blocks_count_hi, s_log_block_size.
+    let blocks = u64::from(number(0x4)) | u64::from(number(0x150)) << 32;
+    Ok(1_024u64.checked_shl(number(0x18)).and_then(|block| blocks.checked_mul(block)).is_some_and(|has| has < bytes))
+}
+
+/// Makes the file system in `path`, which is not mounted, as large as that is. It is checked first, as `resize2fs` wants it.
+///
+/// # Errors
+/// [`BlankError`].
+pub async fn grow(mke2fs: &Path, path: &Path, bytes: u64) -> Result<(), BlankError> {
+    let e2fsck = mke2fs.with_file_name("e2fsck");
+    let mut check = Command::new(&e2fsck);
+    check.args(["-f", "-p"]).arg(path);
+    run(check, &e2fsck, bytes).await?;
+    let resize2fs = mke2fs.with_file_name("resize2fs");
+    let mut resize = Command::new(&resize2fs);
+    resize.arg(path);
+    run(resize, &resize2fs, bytes).await
 }
 
 async fn run(mut command: Command, program: &Path, bytes: u64) -> Result<(), BlankError> {
@@ -126,6 +156,13 @@ mod tests {
             let stored = std::os::unix::fs::MetadataExt::blocks(&std::fs::metadata(&path).unwrap()) * 512;
             assert!(stored < 4 << 20, "{stored} bytes of {bytes}");
         }
+        std::fs::File::options().write(true).open(&path).unwrap().set_len(11 << 30).unwrap();
+        assert!(is_smaller(&path, 11 << 30).unwrap() && !is_smaller(&path, 10 << 30).unwrap());
+        grow(mke2fs, &path, 11 << 30).await.unwrap();
+        assert!(!is_smaller(&path, 11 << 30).unwrap());
+        let header = std::process::Command::new("/sbin/debugfs").args(["-R", "stats"]).arg(&path).output().unwrap().stdout;
+        let blocks = format!("Block count:              {}", (11u64 << 30) / 4096);
+        assert!(String::from_utf8_lossy(&header).contains(&blocks), "{}", String::from_utf8_lossy(&header));
         let broken = make(Path::new("/bin/false"), &path, 16 << 20, Top { uid: 0, gid: 0, mode: 0o755 }).await;
         assert!(matches!(broken, Err(BlankError::Failed { .. })));
         let missing = make(Path::new("/nowhere/mke2fs"), &path, 16 << 20, Top { uid: 0, gid: 0, mode: 0o755 }).await;

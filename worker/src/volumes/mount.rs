@@ -75,6 +75,9 @@ pub enum MountError {
         /// The system's words.
         source: io::Error,
     },
+    /// Growing what is mounted takes CAP_SYS_RESOURCE, or the file system can't be grown while it is mounted.
+    #[error("this process may not grow a file system that is mounted")]
+    NotMounted,
     /// What was written is not all on the disk.
     #[error("the file system has met {0} errors of its disk")]
     Damaged(u64),
@@ -117,13 +120,17 @@ impl Tree {
     /// Makes the file system as large as its disk.
     ///
     /// # Errors
-    /// [`MountError::Io`].
+    /// [`MountError::NotMounted`], [`MountError::Io`].
     pub fn grow(&self, disk_bytes: u64) -> Result<(), MountError> {
         let stat = rustix::fs::fstatvfs(&self.root).map_err(|e| at("looking at what is mounted")(e.into()))?;
         let blocks = disk_bytes / stat.f_bsize.max(1);
         // SAFETY: it reads one number of 64 bits, which lives until it returns.
         let done = unsafe { libc::ioctl(self.root.as_raw_fd(), EXT4_IOC_RESIZE_FS as _, &raw const blocks) };
-        if done == 0 { Ok(()) } else { Err(at("growing the file system")(io::Error::last_os_error())) }
+        match (done, io::Error::last_os_error()) {
+            (0, _) => Ok(()),
+            (_, e) if e.kind() == io::ErrorKind::PermissionDenied => Err(MountError::NotMounted),
+            (_, e) => Err(at("growing the file system")(e)),
+        }
     }
 
     /// Unmounts, when everything that was written has reached the disk. Whoever uses it is left alone, and it is unmounted when they let go: that is an error then.

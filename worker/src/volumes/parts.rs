@@ -84,6 +84,7 @@ pub struct Parts {
 }
 
 impl Parts {
+    /// Something of this host that failed.
     pub fn host(&self, what: &'static str, why: &dyn std::fmt::Display) -> VolumeError {
         host(self.entry.slot, what, why)
     }
@@ -125,6 +126,7 @@ impl Parts {
         path.to_str().map(str::to_owned).ok_or_else(|| self.host("naming it", &format!("{} is no text", path.display())))
     }
 
+    /// Shows it. `grown`: it has just become larger.
     pub async fn show(&mut self, show: Show, grown: bool) -> Result<(), VolumeError> {
         let (mut owner, group, peers) = match show {
             Show::Nbd { uid, gid } => (uid, gid, vec![uid]),
@@ -161,29 +163,54 @@ impl Parts {
         Ok(shown)
     }
 
+    /// Mounts what is shown as a file. `grown`: the disk has just become larger.
     async fn mount(&mut self, read_only: bool, grown: bool) -> Result<(), VolumeError> {
-        let (file, tree, bytes, larger) = (self.dir.join(FILE), self.dir.join(TREE), self.bytes, self.grown);
-        let mounting = move || {
-            fs::create_dir(&tree).map_err(|source| MountError::Io { what: "making a directory", source })?;
-            let tree = Tree::mount(&file, &tree, read_only)?;
-            if larger
-                && !read_only
-                && let Err(why) = tree.grow(bytes)
-            {
-                if grown {
-                    tree.drop_it();
-                    return Err(why);
-                }
-                tracing::debug!(%why, "a file system is as large as it was");
-            }
-            Ok(tree)
+        let (path, bytes) = (self.dir.join(FILE), self.bytes);
+        fs::create_dir(self.dir.join(TREE)).map_err(|e| self.host("making a directory", &e))?;
+        let smaller = {
+            let path = path.clone();
+            self.blocking(move || blank::is_smaller(&path, bytes)).await?.map_err(|e| self.host("looking at its file system", &e))?
         };
-        let mounted = tokio::task::spawn_blocking(mounting).await.map_err(|e| self.host("mounting it", &e))?;
-        let mounted = mounted.map_err(|why| self.mount_error("mounting it", why))?;
+        let mut tree = self.mounted(read_only).await?;
+        if smaller && !read_only {
+            let done;
+            (tree, done) = self.blocking(move || (tree.grow(bytes), tree)).await.map(|(done, tree)| (tree, done))?;
+            match done {
+                Ok(()) => {}
+                Err(MountError::NotMounted) => {
+                    self.unmounted(tree).await?;
+                    let done = blank::grow(&self.volumes.mke2fs, &path, bytes).await;
+                    done.map_err(|e| self.host("growing its file system", &e))?;
+                    tree = self.mounted(read_only).await?;
+                }
+                Err(why) if grown => {
+                    self.unmounted(tree).await?;
+                    return Err(self.mount_error("growing its file system", why));
+                }
+                // What is left over at the end of a disk may be too little for anything.
+                Err(why) => tracing::debug!(volume = %self.volume, %why, "a file system is as large as it was"),
+            }
+        }
         if let Shown::File(file) = std::mem::replace(&mut self.shown, Shown::Nothing) {
-            self.shown = Shown::Mount(file, Box::new(mounted));
+            self.shown = Shown::Mount(file, Box::new(tree));
         }
         Ok(())
+    }
+
+    async fn mounted(&self, read_only: bool) -> Result<Tree, VolumeError> {
+        let (file, tree) = (self.dir.join(FILE), self.dir.join(TREE));
+        let mounted = self.blocking(move || Tree::mount(&file, &tree, read_only)).await?;
+        mounted.map_err(|why| self.mount_error("mounting it", why))
+    }
+
+    async fn unmounted(&self, tree: Tree) -> Result<(), VolumeError> {
+        let unmounted = self.blocking(move || tree.unmount()).await?;
+        unmounted.map_err(|why| self.mount_error("unmounting it", why))
+    }
+
+    /// On a thread that may wait for a disk.
+    async fn blocking<T: Send + 'static>(&self, f: impl FnOnce() -> T + Send + 'static) -> Result<T, VolumeError> {
+        tokio::task::spawn_blocking(f).await.map_err(|e| self.host("waiting for its disk", &e))
     }
 
     /// Shows it no more, when everything that was written has reached the volume.
@@ -202,6 +229,7 @@ impl Parts {
         }
     }
 
+    /// Hides it and has it let go: nothing of it is wanted.
     pub async fn forget(self) {
         let Self { volumes, entry, volume, dir, shown, turn: _turn, .. } = self;
         // No new server opens it.

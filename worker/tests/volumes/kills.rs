@@ -151,3 +151,36 @@ async fn whoever_was_replaced_is_told_and_takes_nothing_back() {
     world.nothing_left("one");
     world.nothing_left("two");
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_server_that_cant_be_started_is_said_and_one_that_can_is_used() {
+    if !possible() {
+        return;
+    }
+    let mut world = World::new().await;
+    let there = world.of("program");
+    world.program = Some(there.clone());
+    std::os::unix::fs::symlink("/bin/false", &there).unwrap();
+    let one = world.worker("one").await;
+    assert!(one.lack().unwrap().contains("ended at once: exit status: 1"), "{:?}", one.lack());
+    let begin = std::time::Instant::now();
+    let why = one.open(write(1, 1, 0, MOUNT)).await.unwrap_err();
+    assert!(matches!(&why, VolumeError::Off(words) if words.contains("ended at once")) && !why.blameless(), "{why}");
+    assert!(begin.elapsed() < Duration::from_secs(5), "nobody waits for what is not there");
+    fs::remove_file(&there).unwrap();
+    std::os::unix::fs::symlink(std::env::current_exe().unwrap(), &there).unwrap();
+    crate::world::soon("a server", || one.lack().is_none() && one.server().is_some());
+    let open = one.open(write(1, 1, 0, MOUNT)).await.unwrap();
+    assert!(open.made());
+    open.forget().await;
+    // The same attempt again, before the first is let go.
+    let open = one.open(write(1, 1, 0, MOUNT)).await.unwrap();
+    drop(open);
+    let open = one.open(write(1, 1, 0, MOUNT)).await.unwrap();
+    assert!(open.made());
+    // Whoever waits no longer leaves nothing.
+    drop(open);
+    let given_up = tokio::time::timeout(Duration::from_millis(30), one.open(write(1, 1, 0, MOUNT))).await;
+    assert!(given_up.is_err(), "that was fast: {given_up:?}");
+    world.nothing_left("one");
+}

@@ -22,6 +22,8 @@ pub struct World {
     server: EmbeddedServer,
     pub limits: Limits,
     pub allow: bool,
+    /// Another program for the server than this one.
+    pub program: Option<PathBuf>,
 }
 
 /// The `n`th attempt of a task.
@@ -68,7 +70,7 @@ impl World {
         };
         let server = EmbeddedServer::start(config).await.unwrap();
         let limits = Limits { commit_every: Duration::from_millis(300), cache_disk_bytes: 64 * MIB, ..Limits::default() };
-        let world = Self { dir, server, limits, allow: false };
+        let world = Self { dir, server, limits, allow: false, program: None };
         Store::connect(&world.store()).await.unwrap().ensure_bucket().await.unwrap();
         world
     }
@@ -84,7 +86,8 @@ impl World {
 
     /// A worker; the same name is the same directory.
     pub async fn worker(&self, name: &str) -> Arc<Volumes> {
-        let programs = crate::programs::ours();
+        let mut programs = crate::programs::ours();
+        programs.path = self.program.clone().unwrap_or(programs.path);
         let config = VolumesConfig {
             allow_host_mount: self.allow,
             limits: self.limits.clone(),

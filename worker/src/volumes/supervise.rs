@@ -23,8 +23,10 @@ use super::programs::Programs;
 const READY_WAIT: Duration = Duration::from_secs(60);
 /// Pause before a server is started again; it doubles up to [`PAUSE_MAX`], and begins anew with one that lived for [`LIVED`].
 const PAUSE_FIRST: Duration = Duration::from_millis(20);
-/// Longest pause.
-const PAUSE_MAX: Duration = Duration::from_secs(5);
+/// Longest pause: users of volumes wait for half a minute, and a server is to be seen by them more than once in that time.
+const PAUSE_MAX: Duration = Duration::from_secs(1);
+/// How long a server that closed its connection may take to be gone.
+const END_WAIT: Duration = Duration::from_secs(5);
 /// A server that lived so long was no failure to start.
 const LIVED: Duration = Duration::from_secs(10);
 
@@ -207,7 +209,7 @@ async fn start(
         Ok(Ok(Reply::Done)) => return Ok((link, process)),
         Ok(Ok(Reply::Refused(refused))) => refused.words,
         Ok(Ok(_)) => "the volume server answered something else".to_owned(),
-        Ok(Err(Lost)) => match tokio::time::timeout(PAUSE_MAX, process.wait()).await {
+        Ok(Err(Lost)) => match tokio::time::timeout(END_WAIT, process.wait()).await {
             Ok(Ok(status)) => format!("the volume server ended at once: {status}"),
             _ => "the volume server closed its connection at once".to_owned(),
         },

@@ -3,12 +3,12 @@
 use std::fs::{self, File};
 use std::io::Write as _;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use volley_worker::volumes::{Show, VolumeError};
 
-use crate::world::{MOUNT, World, bytes, copy, kill_server, possible, volume, write};
+use crate::world::{MOUNT, World, bytes, copy, kill_server, possible, soon, volume, write};
 
 /// Kills of the server under a file system; `VOLLEY_KILLS` says otherwise.
 fn rounds(default: u64) -> u64 {
@@ -24,8 +24,8 @@ async fn a_file_system_does_not_notice_that_its_server_is_killed() {
     let one = world.worker("one").await;
     let open = one.open(write(1, 1, 0, MOUNT)).await.unwrap();
     let tree = open.dir().to_owned();
-    let stop = Arc::new(AtomicBool::new(false));
-    let stopped = Arc::clone(&stop);
+    let (stop, done) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicU64::new(0)));
+    let (stopped, counted) = (Arc::clone(&stop), Arc::clone(&done));
     let writing = std::thread::spawn(move || {
         let mut last = [0u64; 40];
         for i in 1u64.. {
@@ -39,11 +39,15 @@ async fn a_file_system_does_not_notice_that_its_server_is_killed() {
                 file.sync_all().unwrap();
             }
             last[place as usize] = i;
+            counted.store(i, Ordering::SeqCst);
         }
         (last, 0)
     });
     for round in 0..rounds(6) {
-        tokio::time::sleep(Duration::from_millis(150 + round * 37 % 400)).await;
+        // One that is killed before it has replied to anything is not back: half a minute of that is too long for anybody.
+        let before = done.load(Ordering::SeqCst);
+        tokio::task::block_in_place(|| soon("something written", || done.load(Ordering::SeqCst) > before + 3));
+        tokio::time::sleep(Duration::from_millis(round * 37 % 400)).await;
         tokio::task::block_in_place(|| kill_server(&one, true));
     }
     stop.store(true, Ordering::SeqCst);
@@ -169,7 +173,7 @@ async fn a_server_that_cant_be_started_is_said_and_one_that_can_is_used() {
     assert!(begin.elapsed() < Duration::from_secs(5), "nobody waits for what is not there");
     fs::remove_file(&there).unwrap();
     std::os::unix::fs::symlink(std::env::current_exe().unwrap(), &there).unwrap();
-    crate::world::soon("a server", || one.lack().is_none() && one.server().is_some());
+    soon("a server", || one.lack().is_none() && one.server().is_some());
     let open = one.open(write(1, 1, 0, MOUNT)).await.unwrap();
     assert!(open.made());
     open.forget().await;
@@ -182,5 +186,28 @@ async fn a_server_that_cant_be_started_is_said_and_one_that_can_is_used() {
     drop(open);
     let given_up = tokio::time::timeout(Duration::from_millis(30), one.open(write(1, 1, 0, MOUNT))).await;
     assert!(given_up.is_err(), "that was fast: {given_up:?}");
+    world.nothing_left("one");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_server_that_stays_away_has_failed_its_volumes() {
+    if !possible() {
+        return;
+    }
+    let mut world = World::new().await;
+    let there = world.of("program");
+    world.program = Some(there.clone());
+    std::os::unix::fs::symlink(std::env::current_exe().unwrap(), &there).unwrap();
+    let one = world.worker("one").await;
+    let open = one.open(write(1, 1, 0, MOUNT)).await.unwrap();
+    fs::remove_file(&there).unwrap();
+    let begin = std::time::Instant::now();
+    tokio::task::block_in_place(|| kill_server(&one, false));
+    let why = tokio::time::timeout(Duration::from_secs(60), open.failed()).await.unwrap();
+    assert!(matches!(why, VolumeError::Host { .. }), "{why}");
+    // As long as QEMU and the program that shows the file try to connect again.
+    assert!(begin.elapsed() >= Duration::from_secs(29), "{:?}", begin.elapsed());
+    assert!(open.finish().await.is_err());
+    std::os::unix::fs::symlink(std::env::current_exe().unwrap(), &there).unwrap();
     world.nothing_left("one");
 }

@@ -289,12 +289,13 @@ fn pour(device: &dyn Device, path: &str) -> std::io::Result<()> {
     let (mut at, mut buffer) = (0, vec![0; POUR_BYTES]);
     while at < bytes {
         let begin = match rustix::fs::seek(&file, SeekFrom::Data(at)) {
-            Ok(begin) => begin / BLOCK * BLOCK,
+            Ok(begin) => begin,
             Err(Errno::NXIO) => break,
             Err(e) => return Err(e.into()),
         };
-        let hole = rustix::fs::seek(&file, SeekFrom::Hole(begin.max(at)))?;
-        at = begin;
+        let hole = rustix::fs::seek(&file, SeekFrom::Hole(begin))?;
+        // What lies around it in its blocks is zeros.
+        at = begin / BLOCK * BLOCK;
         while at < hole {
             let len = usize::try_from(bytes.min(hole.next_multiple_of(BLOCK)) - at).unwrap_or(POUR_BYTES).min(POUR_BYTES);
             let piece = buffer.get_mut(..len).unwrap_or_default();

@@ -101,7 +101,9 @@ impl Table {
 
     /// Is the directory of this volume in nobody's use? Then it is the caller's.
     pub fn claim(&self, volume: VolumeId) -> Option<Using<'_>> {
-        lock(&self.0).used.insert(volume).then_some(Using { table: self, volume, stays: false })
+        let ours = lock(&self.0).used.insert(volume);
+        // Made only where it is ours: it gives the right back when it is dropped.
+        ours.then(|| Using { table: self, volume, stays: false })
     }
 
     /// Removes an entry; its volume's directory is the caller's now.

@@ -150,7 +150,7 @@ mod tests {
             let (whole, said) = run("/sbin/e2fsck", &["-f", "-n"]);
             assert!(whole, "{said}");
             let stat = run("/sbin/debugfs", &["-R", "stat <2>"]).1;
-            assert!(stat.contains(&format!("Mode:  {mode:04o}")) && stat.contains("User: 80001   Group: 80002"), "{stat}");
+            assert!(stat.contains(&format!("Mode:  0{mode:o}")) && stat.contains("User: 80001   Group: 80002"), "{stat}");
             let header = run("/sbin/debugfs", &["-R", "stats"]).1;
             assert!(header.contains("has_journal") && header.contains("metadata_csum"), "{header}");
             let stored = std::os::unix::fs::MetadataExt::blocks(&std::fs::metadata(&path).unwrap()) * 512;

@@ -36,7 +36,7 @@ fn server() -> Result<(), String> {
     };
     // This thread is none of the runtime's.
     let served = volley_volume::server::run(&connection, runtime.handle());
-    telemetry.shutdown();
+    runtime.block_on(async { telemetry.shutdown() });
     // What is under way ends with the process, as if it had been killed: its worker is gone.
     runtime.shutdown_background();
     served.map_err(|e| e.to_string())

@@ -133,6 +133,22 @@ impl World {
     }
 }
 
+/// A test that fails leaves nothing mounted either.
+impl Drop for World {
+    fn drop(&mut self) {
+        use rustix::mount::{UnmountFlags, unmount};
+        let table = std::fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
+        let dir = self.dir.path().to_str().unwrap();
+        let below: Vec<&str> = table.lines().filter_map(|line| line.split(' ').nth(4)).filter(|path| path.starts_with(dir)).collect();
+        for path in below.iter().filter(|path| path.ends_with("/file")) {
+            let _ = unmount(*path, UnmountFlags::FORCE);
+        }
+        for path in below.iter().rev() {
+            let _ = unmount(*path, UnmountFlags::DETACH);
+        }
+    }
+}
+
 /// Loop devices on files below a directory.
 fn loops_below(dir: &Path) -> Vec<String> {
     let devices = std::fs::read_dir("/sys/block").unwrap().flatten();

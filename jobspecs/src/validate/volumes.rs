@@ -9,6 +9,10 @@ use crate::template::{Segment, Template};
 
 /// Where no volume is mounted, beside the root itself: what the kernel shows there is not a task's.
 const RESERVED: [&str; 3] = ["/dev", "/proc", "/sys"];
+/// The same: where the task's outputs are collected, which no volume's files are.
+const OUTPUTS: &str = "/volley/out";
+/// Where a volume would cover the task's own directories; below them is room.
+const COVERS: [&str; 2] = ["/volley", "/volley/work"];
 /// Smallest volume, in bytes: no file system fits into less.
 const SIZE_BYTES_MIN: u64 = 1 << 20;
 /// Largest volume, in bytes: its map is made for no more.
@@ -18,6 +22,10 @@ const WRITTEN: &str = "\"rw\" or \"clone\"";
 
 /// `many`: may there be more than one task?
 pub(super) fn judge(path: &str, task: &TaskSpec, many: bool, out: &mut Vec<Problem>) {
+    if task.isolation == Isolation::Null && !task.volumes.is_empty() {
+        let problem = Problem::new(format!("{path}.volumes"), "has no effect: isolation \"null\" runs nothing");
+        out.push(problem.depends(format!("{path}.isolation")));
+    }
     let mut mounts: Vec<&str> = Vec::new();
     for (index, volume) in task.volumes.iter().enumerate() {
         let place = format!("{path}.volumes[{index}]");
@@ -120,7 +128,8 @@ fn judge_mount(path: &str, place: &str, task: &TaskSpec, volume: &VolumeMount, m
     }
     let below = |path: &str, dir: &str| path.strip_prefix(dir).is_some_and(|rest| rest.is_empty() || rest.starts_with('/'));
     let plain = wanted.trim_end_matches('/');
-    if wanted.starts_with('/') && (plain.is_empty() || RESERVED.iter().any(|dir| below(plain, dir))) {
+    let reserved = RESERVED.iter().chain([&OUTPUTS]).any(|dir| below(plain, dir));
+    if wanted.starts_with('/') && (plain.is_empty() || COVERS.contains(&plain) || reserved) {
         out.push(say("no volume can be mounted there").allowed("a path of its own, such as /data"));
     }
     for other in mounts {

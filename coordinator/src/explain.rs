@@ -21,7 +21,9 @@ use crate::split::Waiting;
 use crate::state::State;
 use crate::state::job::Job;
 use crate::state::task::{Cell, PAGE_TASKS, Phase};
+use crate::state::volume::{Holder, Volume};
 use crate::state::worker::{self, BUNDLES_PER_SLOT, Unfit, Worker, Workers};
+use crate::volumes;
 
 /// Jobs named that hold the places a task waits for: enough to see whom to ask.
 const HOLDERS_NAMED: usize = 3;
@@ -54,7 +56,7 @@ pub fn explain(state: &State, id: JobId, index: u32, heard: &Heard) -> Explanati
             Explanation { details, next: next.map(str::to_owned).into_iter().collect(), ..only(summary) }
         }
         None => {
-            let why = waiting(state, job, heard);
+            let why = waiting(state, job, Some(index), heard);
             Explanation { summary: format!("the task waits for a worker: {}", why.summary), ..why }
         }
     }
@@ -67,7 +69,8 @@ pub fn explain_job(state: &State, id: JobId, heard: &Heard) -> Explanation {
         return only("it ended in this moment; ask again".to_owned());
     };
     let counts = job.counts();
-    let mut explanation = if job.waiting() > 0 { waiting(state, job, heard) } else { only(of_idle(job, counts.running)) };
+    let mut explanation =
+        if job.waiting() > 0 { waiting(state, job, Waiting::new(job).peek(), heard) } else { only(of_idle(job, counts.running)) };
     let places = [
         (counts.waiting, "waits for a worker", "wait for a worker"),
         (counts.running, "is with a worker", "are with workers"),
@@ -162,6 +165,8 @@ fn open(state: &State, job: &Job, index: u32, cell: Cell, heard: &Heard) -> Stri
     };
     let since = instant(state.head.now_ms.saturating_sub(of_worker.silent_ms + at.for_ms));
     let what = match (at.stage, at.template) {
+        (AtStage::Preparing, _) if at.volumes => "is being prepared: its volumes are being opened",
+        (AtStage::Keeping, _) if at.volumes => "has run; what it wrote on its volumes is being committed",
         (AtStage::Preparing, Some(TemplateStage::Building)) => {
             "is being prepared: its machine's template is being built there, once for all its tasks"
         }
@@ -175,7 +180,7 @@ fn open(state: &State, job: &Job, index: u32, cell: Cell, heard: &Heard) -> Stri
 }
 
 /// Why a task that waits for a worker still does.
-fn waiting(state: &State, job: &Job, heard: &Heard) -> Explanation {
+fn waiting(state: &State, job: &Job, index: Option<u32>, heard: &Heard) -> Explanation {
     let now_ms = state.head.now_ms;
     let explained = |name: &WorkerId, worker: &Worker| {
         let mut reasons = reasons(job, (&state.workers, worker), now_ms, heard.workers.get(name));
@@ -185,7 +190,8 @@ fn waiting(state: &State, job: &Job, heard: &Heard) -> Explanation {
         WorkerExplanation { worker: name.to_string(), reasons }
     };
     let workers: Vec<_> = state.workers.iter().map(|(name, worker)| explained(name, worker)).collect();
-    let summary = of_job(state, job).unwrap_or_else(|| of_workers(job, state, &workers));
+    let summary = of_job(state, job).or_else(|| index.and_then(|index| of_volumes(state, job, index)));
+    let summary = summary.unwrap_or_else(|| of_workers(job, state, &workers));
     let next = never(state, job).then(|| could(state, &job.facts.plan.needs)).or_else(|| resume(state, job));
     Explanation { summary, workers, next: next.into_iter().collect(), ..only(String::new()) }
 }
@@ -220,6 +226,7 @@ fn could(state: &State, needs: &Needs) -> String {
             }
             Unfit::TooSmall { what, needs, .. } => ("$.task.resources.memory", format!("has {} {what}", units::bytes(needs))),
             Unfit::Label(key, value) => ("$.placement.labels", format!("has the label {key}={value}")),
+            Unfit::Volumes(_) => ("$.task.volumes", "runs as root with --volume-keys".to_owned()),
             Unfit::Limits => ("$.task.resources", "may use cgroups (as root, or with a delegated one)".to_owned()),
         };
         if !places.contains(&place) {
@@ -239,6 +246,30 @@ fn list<T: AsRef<str>>(words: &[T]) -> String {
         Some((last, before)) if !before.is_empty() => format!("{} and {last}", before.join(", ")),
         _ => words.concat(),
     }
+}
+
+/// What a task's volumes hold it back with.
+fn of_volumes(state: &State, job: &Job, index: u32) -> Option<String> {
+    if let Some(pin) = job.progress.pins.iter().flatten().find(|pin| !pin.held) {
+        let name = job.facts.plan.volumes.get(usize::from(pin.slot)).map_or("", |volume| &volume.name);
+        return Some(format!("what the job reads of volume {name} is being kept for it; its tasks start when that is done"));
+    }
+    volumes::written(&job.facts.plan).find_map(|(slot, wanted)| {
+        let name = wanted.name_of(job.id, index);
+        let Some(volume) = state.volumes.get(&(job.facts.tenant.clone(), name.clone())) else {
+            let missing = format!("it writes volume {name}, which is not there: make it (`volley volume create {name} SIZE`)");
+            return wanted.size_bytes.is_none().then(|| format!("{missing}, or give it a size in $.task.volumes[{slot}].size"));
+        };
+        (!volume.is_free()).then(|| format!("it writes volume {name}, and {}", volume_of(state, volume)))
+    })
+}
+
+/// Who has a volume, and where.
+fn volume_of(state: &State, volume: &Volume) -> String {
+    let holder = volumes::holder(volume);
+    let Some(Holder::Attempt(name)) = &volume.holder else { return holder };
+    let found = state.jobs.get(&name.job).and_then(|job| state.holder(job, name.index));
+    found.map_or_else(|| holder.clone(), |(worker, _)| format!("{holder} on worker {worker}"))
 }
 
 /// What of the job itself holds its tasks back.
@@ -431,6 +462,44 @@ mod tests {
     }
 
     #[test]
+    fn a_task_that_waits_for_a_volume_is_told_who_has_it() {
+        use volley_jobspecs::ids::{SnapshotId, VolumeId};
+        use volley_jobspecs::wire::volume::{Access, Pin, VolumePlan};
+        use volley_jobspecs::wire::work::HasVolumes;
+
+        use crate::state::volume::Promotion;
+
+        let mut s = state(2, Isolation::Process);
+        let plan = |name: &str, access, size_bytes| VolumePlan { name: name.to_owned(), snapshot: None, access, size_bytes };
+        let job = s.jobs.get_mut(&JobId(1)).unwrap_or_else(|| panic!("no job"));
+        job.facts.plan.needs.volumes = Some(true);
+        job.facts.plan.volumes = vec![plan("data", Access::Ro, None), plan("state", Access::Rw, None)];
+        let pin = Pin { slot: 0, volume: VolumeId([1; 16]), snapshot: None, held: false };
+        job.progress.pins = Some(vec![pin]);
+        assert_eq!(said(&s, &Heard::default()).1, ["can't have volumes"]);
+        s.workers.values_mut().for_each(|worker| worker.info.volumes = Some(HasVolumes::no("no key")));
+        assert_eq!(said(&s, &Heard::default()).1, ["can't have volumes: no key"]);
+        s.workers.values_mut().for_each(|worker| worker.info.volumes = Some(HasVolumes::Yes));
+        let summary = |s: &State| explain(s, JobId(1), 0, &Heard::default()).summary;
+        assert!(summary(&s).contains("what the job reads of volume data is being kept for it"), "{}", summary(&s));
+        let job = s.jobs.get_mut(&JobId(1)).unwrap_or_else(|| panic!("no job"));
+        job.progress.pins = Some(vec![Pin { snapshot: Some(SnapshotId([2; 16])), held: true, ..pin }]);
+        assert!(summary(&s).contains("it writes volume state, which is not there: make it (`volley volume create state SIZE`)"));
+        let key = (TenantId::new("t").unwrap_or_else(|e| panic!("{e}")), "state".to_owned());
+        let name = AttemptName { job: JobId(9), stage: 0, index: 3, number: 2, sequence: 7 };
+        let volume = s.volumes.entry(key).or_insert_with(|| Volume::new(VolumeId([3; 16]), 1 << 20, 0));
+        volume.holder = Some(Holder::Attempt(name));
+        assert!(summary(&s).contains("it writes volume state, and task 3 of job j9, in try 2, writes it"), "{}", summary(&s));
+        for volume in s.volumes.values_mut() {
+            volume.holder = None;
+            volume.promotion = Some(Promotion { generation: 1, attempt: name, root: [0; 32], size_bytes: 1 << 20 });
+        }
+        assert!(summary(&s).contains("what task 3 of job j9 wrote is being accepted"), "{}", summary(&s));
+        s.volumes.values_mut().for_each(|volume| volume.promotion = None);
+        assert!(summary(&s).contains("about to be given out"), "{}", summary(&s));
+    }
+
+    #[test]
     fn what_is_too_little_or_too_small_is_said_in_units() {
         let mut s = state(2, Isolation::Process);
         let needs = |s: &mut State, needs: Needs| s.jobs.get_mut(&JobId(1)).unwrap_or_else(|| panic!("no job")).facts.plan.needs = needs;
@@ -472,7 +541,7 @@ mod tests {
         let unheard = said(0, &Heard::default());
         assert_eq!(unheard, "the task is with worker w since 1970-01-01T00:01:30Z, in try 1: it runs, or waits there for its turn");
         let name = AttemptName { job: JobId(1), stage: 0, index: 0, number: 1, sequence: 7 };
-        let at = vec![At { name, stage: AtStage::Running, for_ms: 3_000, template: None }];
+        let at = vec![At { name, stage: AtStage::Running, for_ms: 3_000, template: None, volumes: false }];
         let of_worker = HeardOf { silent_ms: 2_000, at, ..HeardOf::default() };
         let heard = Heard { workers: s.workers.keys().map(|w| (w.clone(), of_worker.clone())).collect(), failed_on: None, cause: None };
         assert_eq!(said(0, &heard), "the task runs, on worker w, since 1970-01-01T00:01:35Z, in try 1");
@@ -482,7 +551,7 @@ mod tests {
             "the task backs off until 1970-01-01T00:02:00Z; it failed 1 time, the last time as exit_code, and try 2 comes then ($.task.retry.backoff)"
         );
         assert!(said(3, &heard).starts_with("the task waits for a worker: "));
-        let building = At { name, stage: AtStage::Preparing, for_ms: 3_000, template: Some(TemplateStage::Building) };
+        let building = At { name, stage: AtStage::Preparing, for_ms: 3_000, template: Some(TemplateStage::Building), volumes: false };
         let building = HeardOf { silent_ms: 2_000, at: vec![building], ..HeardOf::default() };
         let workers = s.workers.keys().map(|w| (w.clone(), building.clone())).collect();
         let line = "worker w: building template, for 5 s now; 1 task there waits for it".to_owned();

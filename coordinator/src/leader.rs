@@ -554,6 +554,7 @@ mod tests {
             template_bytes: None,
             images: None,
             fetches: false,
+            volumes: None,
         };
         let worker = Worker {
             incarnation: Incarnation(7),

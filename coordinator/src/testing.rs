@@ -30,6 +30,7 @@ pub fn plan(tasks: u32) -> JobPlan {
             labels: BTreeMap::new(),
             limits: false,
             image: None,
+            volumes: None,
         },
         retention: Retention { job_ms: None, failed_objects_ms: None },
         items: None,
@@ -53,5 +54,6 @@ pub fn worker_info(slots: u32, tier: Isolation) -> WorkerInfo {
         template_bytes: None,
         images: None,
         fetches: false,
+        volumes: None,
     }
 }

@@ -10,7 +10,7 @@ use volley_jobspecs::ids::{AttemptName, JobId, SnapshotId, TenantId, VolumeId};
 use volley_jobspecs::wire::plan::JobPlan;
 use volley_jobspecs::wire::record::{Actor, Verb};
 use volley_jobspecs::wire::report::{AttemptEnd, Ending};
-use volley_jobspecs::wire::volume::{Access, Given, Pin, VolumePlan};
+use volley_jobspecs::wire::volume::{Access, Given, Pin, VolumePlan, made_by};
 
 use crate::state::State;
 use crate::state::effects::{Effects, Refusal};
@@ -71,19 +71,6 @@ pub fn give(volumes: &mut Volumes, now_ms: u64, job: &Job, name: AttemptName, fx
         volume.holder = Some(Holder::Attempt(name));
         fx.volumes.insert(key);
     }
-}
-
-/// The id of the volume that an attempt has made in a slot: every coordinator computes the same, and no other attempt does.
-fn made_by(name: &AttemptName, slot: u8) -> VolumeId {
-    let mut hasher = blake3::Hasher::new_derive_key("volley volume made for an attempt");
-    hasher.update(&name.job.0.to_be_bytes());
-    hasher.update(&name.index.to_be_bytes());
-    hasher.update(&name.number.to_be_bytes());
-    hasher.update(&name.sequence.to_be_bytes());
-    hasher.update(&[slot]);
-    let mut id = [0; 16];
-    hasher.finalize_xof().fill(&mut id);
-    VolumeId(id)
 }
 
 /// What a task of a bundle was given, for its worker.
@@ -153,7 +140,7 @@ pub fn judge<'a>(state: &State, end: &'a AttemptEnd) -> Cow<'a, AttemptEnd> {
         let volume = state.volumes.get(&(job.facts.tenant.clone(), name.clone()));
         let holds = volume.filter(|volume| volume.holder == Some(Holder::Attempt(end.name)));
         let left = end.volumes.iter().find(|left| left.slot == slot);
-        if !holds.zip(left).is_some_and(|(volume, left)| (left.volume, left.generation) == (volume.id, volume.generation)) {
+        if holds.zip(left).is_none_or(|(volume, left)| (left.volume, left.generation) != (volume.id, volume.generation)) {
             return fails(FailureClass::StorageFailed, format!("what was written to volume {name} was not reported with the result"));
         }
     }

@@ -87,6 +87,7 @@ fn a_job_is_forgotten_when_no_worker_holds_anything_of_it_any_more() {
         template_bytes: None,
         images: None,
         fetches: false,
+        volumes: None,
     };
     let (leader, _) = world.core.leader().unwrap();
     leader.record(Decision::Level(wire::LEVEL));

@@ -41,7 +41,11 @@ pub fn plan(job: &ValidJob, tasks: u32) -> plan::JobPlan {
         start_ms: task.timeouts.start.0,
         run_ms: task.timeouts.run.0,
         retry: retry(&task.retry),
-        needs: plan::Needs { image: image(task), ..needs(task.isolation, &task.resources, &spec.placement) },
+        needs: plan::Needs {
+            image: image(task),
+            volumes: (!task.volumes.is_empty()).then_some(true),
+            ..needs(task.isolation, &task.resources, &spec.placement)
+        },
         retention: retention(&spec.retention),
         items: None,
         volumes: task.volumes.iter().filter_map(volume).collect(),
@@ -109,6 +113,7 @@ fn needs(isolation: Isolation, resources: &Resources, placement: &Placement) -> 
         labels: placement.labels.clone(),
         limits,
         image: None,
+        volumes: None,
     }
 }
 
@@ -189,6 +194,7 @@ mod tests {
                 labels: BTreeMap::from([("zone".into(), "z".into())]),
                 limits: true,
                 image: None,
+                volumes: None,
             },
             retention: plan::Retention { job_ms: Some(3_600_000), failed_objects_ms: Some(3_600_000) },
             items: None,

@@ -67,6 +67,7 @@ pub fn submit(random: &mut Random, key: u64) -> Submit {
             labels: BTreeMap::new(),
             limits: false,
             image: None,
+            volumes: None,
         },
         retention: Retention {
             job_ms: random.one_in(3).then(|| random.below(60_000)),

@@ -41,6 +41,7 @@ pub fn config(name: &WorkerId, slots: u32) -> CoreConfig {
         template_bytes: None,
         images: None,
         fetches: false,
+        volumes: None,
     };
     CoreConfig { worker: name.clone(), info, beat_ms: BEAT_MS, linger_ms: 5, unsent_bytes_max: 1 << 20, traced: true }
 }

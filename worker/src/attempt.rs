@@ -9,6 +9,7 @@ use volley_jobspecs::ids::AttemptName;
 use volley_jobspecs::spec::DurationMs;
 use volley_jobspecs::wire::plan::Isolation;
 use volley_jobspecs::wire::report::{AttemptEnd, Cause, Ending, MESSAGE_BYTES_MAX, Outputs, Stream, Timing, Usage};
+use volley_jobspecs::wire::volume::{Kept, Left};
 use volley_jobspecs::wire::work::{At, AtStage, TemplateStage};
 
 use crate::trace::Stages;
@@ -55,6 +56,8 @@ pub enum Progress {
     Exited,
     /// Its machine's template needs this first; or nothing more.
     Template(Option<TemplateStage>),
+    /// Its volumes are being opened, or what was written on them is being committed; or not any more.
+    Volumes(bool),
 }
 
 /// How the work of an attempt came out, before deadlines and cancels have their say.
@@ -80,6 +83,10 @@ pub struct Outcome {
     pub blameless: bool,
     /// What kept it from beginning, where more is known than its class says.
     pub cause: Option<Cause>,
+    /// What it left in volumes that it wrote: of a success in all of them, otherwise in none.
+    pub volumes: Vec<Left>,
+    /// Clones that it keeps.
+    pub kept: Vec<Kept>,
     /// How long each stage took.
     pub stages: Stages,
 }
@@ -99,6 +106,8 @@ impl Outcome {
             outputs: None,
             blameless: false,
             cause: None,
+            volumes: Vec::new(),
+            kept: Vec::new(),
             stages: Stages::default(),
         }
     }
@@ -138,6 +147,8 @@ pub struct Attempt {
     run_ms: u64,
     phase: Phase,
     template: Option<TemplateStage>,
+    /// Does it wait for its volumes?
+    volumes: bool,
     stopping: Option<Stopping>,
 }
 
@@ -145,21 +156,23 @@ impl Attempt {
     /// Begins an attempt that waited `wait_ms` for its slot; `start_ms` and `run_ms` are its deadlines' lengths.
     #[must_use]
     pub fn begin(name: AttemptName, isolation: Isolation, wait_ms: u64, now_ms: u64, (start_ms, run_ms): (u64, u64)) -> Self {
-        Self { name, isolation, wait_ms, began_ms: now_ms, start_ms, run_ms, phase: Phase::Preparing, template: None, stopping: None }
+        let phase = Phase::Preparing;
+        Self { name, isolation, wait_ms, began_ms: now_ms, start_ms, run_ms, phase, template: None, volumes: false, stopping: None }
     }
 
     /// Takes note of what the executor says. What comes out of order is ignored: phases only go forward.
     pub fn progress(&mut self, now_ms: u64, progress: Progress) {
-        self.template = match progress {
-            Progress::Template(stage) => stage,
-            Progress::Started { .. } | Progress::Exited => None,
+        (self.template, self.volumes) = match progress {
+            Progress::Template(stage) => (stage, self.volumes),
+            Progress::Volumes(wait) => (self.template, wait),
+            Progress::Started { .. } | Progress::Exited => (None, false),
         };
         self.phase = match (self.phase, progress) {
             (Phase::Preparing, Progress::Started { grace_ms }) => Phase::Running { since_ms: now_ms, grace_ms },
             (Phase::Running { since_ms, .. }, Progress::Exited) => {
                 Phase::Persisting { since_ms: now_ms, ran_ms: now_ms.saturating_sub(since_ms) }
             }
-            (phase, Progress::Template(_))
+            (phase, Progress::Template(_) | Progress::Volumes(_))
             | (phase @ Phase::Preparing, Progress::Exited)
             | (phase @ Phase::Running { .. }, Progress::Started { .. })
             | (phase @ Phase::Persisting { .. }, _) => phase,
@@ -174,7 +187,7 @@ impl Attempt {
             Phase::Running { since_ms, .. } => (AtStage::Running, since_ms),
             Phase::Persisting { since_ms, .. } => (AtStage::Keeping, since_ms),
         };
-        At { name: self.name, stage, for_ms: now_ms.saturating_sub(since_ms), template: self.template }
+        At { name: self.name, stage, for_ms: now_ms.saturating_sub(since_ms), template: self.template, volumes: self.volumes }
     }
 
     /// Stops the attempt. Returns what to do now; `None` when it is being stopped already and no harder.
@@ -288,8 +301,8 @@ impl Attempt {
             outputs: outcome.outputs,
             blameless: outcome.blameless.then_some(true),
             cause: outcome.cause,
-            volumes: Vec::new(),
-            kept: Vec::new(),
+            volumes: if ending == Ending::Succeeded { outcome.volumes } else { Vec::new() },
+            kept: outcome.kept,
         }
     }
 
@@ -358,6 +371,24 @@ mod tests {
         a.progress(150, Progress::Template(Some(TemplateStage::Fetching)));
         a.progress(160, Progress::Started { grace_ms: 10 });
         assert_eq!((a.at(170).stage, a.at(170).template), (AtStage::Running, None));
+    }
+
+    #[test]
+    fn what_was_written_is_told_of_a_success_only() {
+        let left = Left { slot: 0, volume: volley_jobspecs::ids::VolumeId([1; 16]), generation: 2, root: [3; 32], size_bytes: 4 };
+        let outcome = |failure| Outcome { failure, volumes: vec![left], ..Outcome::success() };
+        let mut a = attempt();
+        a.progress(110, Progress::Volumes(true));
+        assert!(a.at(120).volumes);
+        a.progress(150, Progress::Started { grace_ms: 10 });
+        assert!(!a.at(150).volumes);
+        a.progress(300, Progress::Exited);
+        a.progress(301, Progress::Volumes(true));
+        assert_eq!((a.at(320).stage, a.at(320).volumes), (AtStage::Keeping, true));
+        assert_eq!(a.clone().end(400, outcome(None)).volumes, [left]);
+        assert_eq!(a.clone().end(400, outcome(Some(FailureClass::ExitCode))).volumes, []);
+        a.stop(310, StopCause::Forgotten);
+        assert_eq!(a.end(400, outcome(Some(FailureClass::Cancelled))).volumes, []);
     }
 
     #[test]

@@ -4,6 +4,7 @@
 
 use volley_jobspecs::ids::{AttemptName, BundleId, JobId};
 use volley_jobspecs::wire::record::Run;
+use volley_jobspecs::wire::volume::Given;
 use volley_jobspecs::wire::work::{Bundle, Held};
 
 /// Most tasks taken from one bundle: the leader's limit is 256, and a place must fit 16 bits. What is above is not held, so the
@@ -36,6 +37,8 @@ pub struct HeldBundle {
     /// When it was received, in milliseconds of the worker's clock.
     pub received_ms: u64,
     tasks: Vec<Task>,
+    /// What its tasks may write.
+    volumes: Vec<Given>,
     /// No task before this place waits.
     cursor: usize,
     not_done: usize,
@@ -57,7 +60,13 @@ impl HeldBundle {
             .take(BUNDLE_TASKS_MAX)
             .collect();
         let not_done = tasks.len();
-        Self { id: bundle.id, job: bundle.job, received_ms: now_ms, tasks, cursor: 0, not_done }
+        Self { id: bundle.id, job: bundle.job, received_ms: now_ms, tasks, volumes: bundle.volumes.clone(), cursor: 0, not_done }
+    }
+
+    /// The volumes that a task may write.
+    #[must_use]
+    pub fn given(&self, index: u32) -> Vec<Given> {
+        self.volumes.iter().filter(|given| given.index == index).cloned().collect()
     }
 
     /// The name of the attempt at a place.

@@ -467,13 +467,13 @@ impl Core {
         let Some((place, name)) = bundle.begin_next().and_then(|place| Some((place, bundle.name(place)?))) else {
             return;
         };
-        let wait_ms = now_ms.saturating_sub(bundle.received_ms);
+        let (wait_ms, volumes) = (now_ms.saturating_sub(bundle.received_ms), bundle.given(name.index));
         let isolation = facts.needs.isolation;
         let attempt = Attempt::begin(name, isolation, wait_ms, now_ms, (facts.start_ms, facts.run_ms));
         if let Some(current) = self.current.get_mut(slot as usize) {
             *current = Some(Current { bundle: id, place, attempt });
             self.running += 1;
-            out.push(Action::Run { slot, name, isolation });
+            out.push(Action::Run { slot, name, isolation, volumes });
         }
     }
 

@@ -15,6 +15,7 @@ use volley_jobspecs::observe::{self, Observing};
 use volley_jobspecs::wire;
 use volley_jobspecs::wire::live::Watch;
 use volley_jobspecs::wire::plan::Isolation;
+use volley_jobspecs::wire::volume::Given;
 use volley_jobspecs::wire::work::{Beat, BeatAnswer, WorkMessage};
 
 use crate::attempt::Outcome;
@@ -205,7 +206,7 @@ impl<B: Bus, O: Objects> Driver<B, O> {
                     Err(why) => {
                         tracing::warn!(%why);
                         match why {
-                            JobError::Bus { .. } | JobError::Storage { .. } => JobAnswer::NoAnswer,
+                            JobError::Bus { .. } | JobError::Storage { .. } | JobError::Unpinned(_) => JobAnswer::NoAnswer,
                             JobError::Missing(_) => JobAnswer::Missing,
                             JobError::Unusable { .. } => JobAnswer::Unusable(why.to_string()),
                         }
@@ -261,10 +262,10 @@ impl<B: Bus, O: Objects> Driver<B, O> {
             Action::Beat(beat) => self.beat(&beat),
             Action::FetchJob(job) => self.fetch_job(job),
             // Inline: a million of these must not cost a million messages between tasks.
-            Action::Run { slot, name, isolation: Isolation::Null } => {
+            Action::Run { slot, name, isolation: Isolation::Null, .. } => {
                 self.step(Input::Ended { slot, name, outcome: null::run() });
             }
-            Action::Run { slot, name, .. } => self.run(slot, name),
+            Action::Run { slot, name, volumes, .. } => self.run(slot, name, volumes),
             Action::Stop { slot, name, force, timed_out } => {
                 if let Some(slot) = self.slots.get(&slot) {
                     slot.stopper.stop(name, force, timed_out);
@@ -345,7 +346,7 @@ impl<B: Bus, O: Objects> Driver<B, O> {
         self.ask(async move { Heard::Job(job, Box::new(Job::load(&bus, &objects, job, trace).await)) });
     }
 
-    fn run(&mut self, slot: u32, name: AttemptName) {
+    fn run(&mut self, slot: u32, name: AttemptName, given: Vec<Given>) {
         let refused = |why: &str| Input::Ended {
             slot,
             name,
@@ -354,13 +355,16 @@ impl<B: Bus, O: Objects> Driver<B, O> {
         let Some((_, job)) = self.jobs.get(&name.job) else {
             return self.step(refused("the worker forgot the job before its task began"));
         };
-        let order = SlotOrder { name, job: Arc::clone(job) };
+        let order = SlotOrder { name, job: Arc::clone(job), given };
         let Parts { shared, cgroups, spawner, processes, containers, machines, .. } = &self.parts;
         let place = self.slots.entry(slot).or_insert_with(|| {
             let (stopper, signal) = stop_signal();
             // One at a time: the core gives a slot its next attempt when the last has ended.
             let (orders, receiver) = mpsc::channel(1);
-            let process = spawner.clone().filter(|_| *processes).map(|spawner| ProcessMachine::new(slot, spawner, cgroups.clone()));
+            let process = spawner
+                .clone()
+                .filter(|_| *processes)
+                .map(|spawner| ProcessMachine::new(slot, spawner, cgroups.clone()).hiding(&shared.dir.with_file_name("volumes")));
             let container = containers.clone().zip(spawner.clone());
             let container = container.map(|(containers, spawner)| ContainerMachine::new(slot, containers, spawner, cgroups.clone()));
             let tiers = Tiers::new(process, container, machines.clone().map(MicrovmMachine::new));

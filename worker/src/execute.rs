@@ -6,12 +6,16 @@
 use std::os::fd::OwnedFd;
 use std::time::Duration;
 
+use futures::FutureExt;
+use futures::future::BoxFuture;
 use tokio::net::unix::pipe;
 use tokio::time::Interval;
 use volley_jobspecs::failure::FailureClass;
 
+use crate::attempt::Force;
 use crate::capture::Capture;
 use crate::live::{Changes, LiveOutput};
+use crate::mounts::{MountError, Mounts};
 use crate::ports::Bus;
 use crate::prepare::Prepared;
 use crate::runtime::{Exit, Machine, Streams};
@@ -26,6 +30,8 @@ const FIRST_READ_BYTES: usize = 4 * 1024;
 /// that fills its pipes at once waits, and what it writes is shown later. Far below what a person notices; far above what the shortest
 /// tasks take.
 pub const LOOK_EVERY: Duration = Duration::from_millis(10);
+/// How long it is waited for being told that a volume was lost, when a command that has any ended badly.
+const LOST_WAIT: Duration = Duration::from_millis(200);
 /// How long what is left in the pipes is read once everything is dead. There is no writer left then, unless a descriptor was handed
 /// to a process that isn't the task's.
 const DRAIN_TIME: Duration = Duration::from_secs(2);
@@ -113,19 +119,24 @@ pub struct Executed {
     pub stdout: Capture,
     /// What it wrote to stderr.
     pub stderr: Capture,
+    /// It lost a volume and was killed for that, whatever its exit says.
+    pub lost: Option<MountError>,
 }
 
-/// Runs the command in a machine that was restored for it. `bytes_max` bounds what is kept of each stream; `looks` says when streams
+/// Runs the command in a machine that was restored for it, and kills it when one of its volumes takes nothing more. `bytes_max` bounds what is kept of each stream; `looks` says when streams
 /// that are not watched yet begin to be.
 pub async fn execute<M: Machine, B: Bus>(
     machine: &mut M,
-    prepared: &Prepared,
+    (prepared, mounts): (&Prepared, &Mounts),
     stop: &mut StopSignal,
     live: &mut LiveOutput<B>,
     bytes_max: usize,
     looks: &mut Interval,
 ) -> Executed {
-    let mut executed = Executed { exit: Err(ExecuteError::Lost), stdout: Capture::new(bytes_max), stderr: Capture::new(bytes_max) };
+    let (stdout, stderr) = (Capture::new(bytes_max), Capture::new(bytes_max));
+    let mut executed = Executed { exit: Err(ExecuteError::Lost), stdout, stderr, lost: None };
+    // Most tasks have none.
+    let mut volume_lost = (!mounts.is_empty()).then(|| mounts.failed().boxed());
     let Streams { stdout, stderr } = match machine.start(prepared).await {
         Ok(streams) => streams,
         Err(why) => {
@@ -140,6 +151,10 @@ pub async fn execute<M: Machine, B: Bus>(
         tokio::select! {
             biased;
             force = stop.next() => machine.stop(force).await,
+            why = lost(&mut volume_lost), if executed.lost.is_none() => {
+                executed.lost = Some(why);
+                machine.stop(Force::Kill).await;
+            }
             // Before the pipes, so that who asks is answered before anything is read on.
             () = changes.next(), if changes.are_told() => live.look(&executed.stdout, &executed.stderr).await,
             () = readers.0.read(&mut executed.stdout, live), if readers.0.is_watched() => {}
@@ -154,6 +169,10 @@ pub async fn execute<M: Machine, B: Bus>(
             }
         }
     };
+    // What is told of a lost volume may come a moment behind the error that the command ended with.
+    if executed.lost.is_none() && volume_lost.is_some() && !matches!(executed.exit, Ok(Exit { code: Some(0), .. })) {
+        executed.lost = tokio::time::timeout(LOST_WAIT, lost(&mut volume_lost)).await.ok();
+    }
     readers.0.take(&mut executed.stdout, live).await;
     readers.1.take(&mut executed.stderr, live).await;
     if readers.0.is_watched() || readers.1.is_watched() {
@@ -166,6 +185,14 @@ pub async fn execute<M: Machine, B: Bus>(
         }
     }
     executed
+}
+
+/// Why a volume takes nothing more. Never, where there are none.
+async fn lost(volume_lost: &mut Option<BoxFuture<'_, MountError>>) -> MountError {
+    match volume_lost {
+        Some(lost) => lost.await,
+        None => std::future::pending().await,
+    }
 }
 
 /// A pipe that is read. Being told when there is something costs more than a short task's whole output, so it begins unwatched.

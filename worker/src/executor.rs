@@ -4,6 +4,7 @@
 //! deadlines or which attempt runs when (`core`).
 
 mod keeping;
+mod volumes;
 
 use std::panic::AssertUnwindSafe;
 use std::path::PathBuf;
@@ -19,6 +20,7 @@ use volley_jobspecs::ids::AttemptName;
 use volley_jobspecs::spec::Isolation;
 use volley_jobspecs::units::counted;
 use volley_jobspecs::wire::report::Usage;
+use volley_jobspecs::wire::volume::Given;
 use volley_jobspecs::wire::work::TemplateStage;
 
 use crate::attempt::{Outcome, Progress};
@@ -28,6 +30,7 @@ use crate::execute::{ExecuteError, Executed, LOOK_EVERY, execute};
 use crate::inputs::Inputs;
 use crate::job::{Job, Pages};
 use crate::live::{AllWatched, LiveOutput};
+use crate::mounts::Mounts;
 use crate::persist::{self, Kept, PersistError, persist};
 use crate::ports::{Bus, Objects};
 use crate::prepare::{Prepared, prepare};
@@ -37,6 +40,7 @@ use crate::runtime::Exit;
 use crate::runtime::tiers::Tiers;
 use crate::stop::StopSignal;
 use crate::trace::{Stage, Stages};
+use crate::volumes::Volumes;
 
 /// An attempt to run.
 #[derive(Debug)]
@@ -45,6 +49,8 @@ pub struct SlotOrder {
     pub name: AttemptName,
     /// Its job.
     pub job: Arc<Job>,
+    /// The volumes that it may write.
+    pub given: Vec<Given>,
 }
 
 /// What all slots share.
@@ -70,6 +76,8 @@ pub struct Shared<B, O> {
     pub owner_per_slot: bool,
     /// Bytes kept of each stream.
     pub stream_bytes_max: usize,
+    /// Volumes, or why there are none.
+    pub volumes: Result<Arc<Volumes>, Arc<str>>,
 }
 
 /// A slot.
@@ -78,6 +86,7 @@ pub struct Executor<B, O> {
     slot: u32,
     shared: Shared<B, O>,
     machine: Tiers,
+    mounts: Mounts,
     stop: StopSignal,
     dirs: Dirs,
     generation: u32,
@@ -113,12 +122,13 @@ impl<B: Bus, O: Objects> Executor<B, O> {
         let dirs = dirs_of(&shared, slot, shared.dir.join(slot.to_string()));
         let mut looks = tokio::time::interval(LOOK_EVERY);
         looks.set_missed_tick_behavior(MissedTickBehavior::Delay);
-        Self { slot, shared, machine, stop, dirs, generation: 0, laps: Laps::begin(), looks }
+        let mounts = Mounts::new(shared.volumes.clone());
+        Self { slot, shared, machine, mounts, stop, dirs, generation: 0, laps: Laps::begin(), looks }
     }
 
     /// Runs attempts until the driver is gone.
     pub async fn serve(mut self, mut orders: mpsc::Receiver<SlotOrder>) {
-        while let Some(SlotOrder { name, job }) = orders.recv().await {
+        while let Some(SlotOrder { name, job, given }) = orders.recv().await {
             // At the level of errors, so that its fields stand on every line, whatever the filter lets through.
             let span = tracing::error_span!(
                 "attempt",
@@ -127,7 +137,7 @@ impl<B: Bus, O: Objects> Executor<B, O> {
                 attempt = name.number,
                 trace = job.trace.map(|trace| trace.trace_id())
             );
-            let run = AssertUnwindSafe(self.run(&name, &job).instrument(span.clone())).catch_unwind();
+            let run = AssertUnwindSafe(self.run(&name, &job, &given).instrument(span.clone())).catch_unwind();
             let mut outcome = match run.await {
                 Ok(outcome) => outcome,
                 Err(_panic) => self.after_panic(),
@@ -145,16 +155,22 @@ impl<B: Bus, O: Objects> Executor<B, O> {
     /// A mistake of ours must cost one attempt, not hold its slot for ever. Nothing of the slot is used again.
     fn after_panic(&mut self) -> Outcome {
         self.machine.distrust();
+        self.mounts = Mounts::new(self.shared.volumes.clone());
         self.leave_dirs();
         Outcome::failed(FailureClass::GuestLost, "the worker panicked over this task; its log says where".to_owned())
     }
 
-    async fn run(&mut self, name: &AttemptName, job: &Job) -> Outcome {
+    async fn run(&mut self, name: &AttemptName, job: &Job, given: &[Given]) -> Outcome {
         self.stop.begin(*name);
         self.laps = Laps::begin();
-        let outcome = self.stages(name, job).await;
+        let outcome = self.stages(name, job, given).await;
         if self.machine.is_apart() {
             self.machine.release().await;
+            self.laps.end(Stage::Reclaim);
+        }
+        if !self.mounts.is_empty() {
+            // Of an attempt that ended before its end.
+            self.mounts.forget().await;
             self.laps.end(Stage::Reclaim);
         }
         if !self.dirs.are_clean() {
@@ -174,13 +190,13 @@ impl<B: Bus, O: Objects> Executor<B, O> {
         outcome
     }
 
-    async fn stages(&mut self, name: &AttemptName, job: &Job) -> Outcome {
+    async fn stages(&mut self, name: &AttemptName, job: &Job, given: &[Given]) -> Outcome {
         let stopped = || Outcome::failed(FailureClass::Cancelled, "its command had not begun".to_owned());
         let (bus, inputs, pages, dirs) = (&self.shared.bus, &self.shared.inputs, &self.shared.pages, &mut self.dirs);
         let prepared = tokio::select! {
             biased;
             _ = self.stop.next() => None,
-            prepared = prepare(bus, job, name, dirs, inputs, pages).instrument(tracing::debug_span!("prepare")) => Some(prepared),
+            prepared = prepare(bus, (job, given), name, dirs, inputs, pages).instrument(tracing::debug_span!("prepare")) => Some(prepared),
         };
         self.laps.end(Stage::Prepare);
         let prepared = match prepared {
@@ -208,7 +224,7 @@ impl<B: Bus, O: Objects> Executor<B, O> {
         self.say(name, Progress::Started { grace_ms: prepared.grace_ms }).await;
         let mut live = LiveOutput::new(self.shared.bus.clone(), self.shared.watched.clone(), *name);
         let bytes_max = self.shared.stream_bytes_max;
-        let executed = execute(&mut self.machine, &prepared, &mut self.stop, &mut live, bytes_max, &mut self.looks)
+        let executed = execute(&mut self.machine, (&prepared, &self.mounts), &mut self.stop, &mut live, bytes_max, &mut self.looks)
             .instrument(tracing::debug_span!("execute"))
             .await;
         self.laps.end(Stage::Execute);
@@ -231,10 +247,11 @@ impl<B: Bus, O: Objects> Executor<B, O> {
     }
 
     /// From a command's end to that of its attempt: what it left is kept, its machine goes or is kept too.
-    async fn finish(&mut self, name: &AttemptName, prepared: &Prepared, executed: Executed) -> Outcome {
+    async fn finish(&mut self, name: &AttemptName, prepared: &Prepared, mut executed: Executed) -> Outcome {
         // Asked before anything is cleared away.
         let room = if executed.exit.as_ref().is_ok_and(|exit| exit.code == Some(0)) { Ok(()) } else { self.dirs.room() };
-        if keeping::may_be_kept(prepared, &executed.exit, self.stop.timed_out()) {
+        // Nobody may hold a file of a volume open.
+        if self.mounts.is_empty() && keeping::may_be_kept(prepared, &executed.exit, self.stop.timed_out()) {
             self.machine.hold().await;
         } else {
             self.machine.end_shells();
@@ -247,6 +264,7 @@ impl<B: Bus, O: Objects> Executor<B, O> {
         };
         // Its message says so already.
         let disk_failed = matches!(collected, Collected::Lost(PersistError::Disk { .. }));
+        let (settled, lost) = self.settle(prepared, &mut executed, &collected).await;
         let outcome = self.keep(name, prepared, executed, collected).instrument(tracing::debug_span!("persist")).await;
         self.laps.end(Stage::Persist);
         let outcome = labelled(outcome, self.machine.label());
@@ -254,6 +272,14 @@ impl<B: Bus, O: Objects> Executor<B, O> {
             Err(full) => excused(outcome, Some(&full)),
             Ok(()) if disk_failed => excused(outcome, None),
             Ok(()) => outcome,
+        };
+        let outcome = match settled {
+            Some(settled) => {
+                let outcome = self.end_volumes(name, prepared, (settled, lost), outcome).await;
+                self.laps.end(Stage::Persist);
+                outcome
+            }
+            None => outcome,
         };
         match prepared.task.keep_failed_ms {
             Some(ms) if intact && keeping::is_kept(outcome.failure, self.stop.timed_out()) => {
@@ -263,17 +289,18 @@ impl<B: Bus, O: Objects> Executor<B, O> {
         }
     }
 
-    /// Makes the machine ready, and tells what its template needs meanwhile. None: the attempt is to end.
+    /// Makes the machine ready, and tells meanwhile what its template needs, and that its volumes are being opened. None: the attempt is to end.
     async fn restored(&mut self, name: &AttemptName, prepared: &Prepared) -> Option<Result<(), RestoreError>> {
         let mut stages = self.machine.stages(prepared);
-        let mut restoring = std::pin::pin!(restore(&mut self.machine, prepared).instrument(tracing::debug_span!("restore")));
+        let mut opening = (!prepared.volumes.is_empty()).then(|| self.mounts.opening());
+        let restoring = restore(&mut self.machine, prepared, &mut self.mounts).instrument(tracing::debug_span!("restore"));
+        let mut restoring = std::pin::pin!(restoring);
         loop {
             tokio::select! {
                 biased;
                 _ = self.stop.next() => return None,
                 restored = &mut restoring => return Some(restored),
-                stage = next_stage(&mut stages) => {
-                    let progress = Progress::Template(stage);
+                progress = next_progress(&mut stages, &mut opening) => {
                     // A driver that is gone is noticed at the end.
                     let _ = self.shared.events.send(Input::Progress { slot: self.slot, name: *name, progress }).await;
                 }
@@ -281,7 +308,7 @@ impl<B: Bus, O: Objects> Executor<B, O> {
         }
     }
 
-    /// Brings outputs out of a machine, which is killed then.
+    /// Brings outputs out of a machine.
     async fn collect(&mut self, name: &AttemptName, prepared: &Prepared, executed: &Executed) -> Collected {
         if executed.exit.is_err() {
             return Collected::Here(None);
@@ -303,7 +330,7 @@ impl<B: Bus, O: Objects> Executor<B, O> {
     }
 
     async fn keep(&mut self, name: &AttemptName, prepared: &Prepared, executed: Executed, collected: Collected) -> Outcome {
-        let Executed { exit, stdout, stderr } = executed;
+        let Executed { exit, stdout, stderr, .. } = executed;
         let inline = Kept { stdout: stdout.stream(false), stderr: stderr.stream(false), ..Kept::default() };
         let note = match collected {
             Collected::Here(note) => note,
@@ -379,12 +406,23 @@ fn dirs_of<B, O>(shared: &Shared<B, O>, slot: u32, root: PathBuf) -> Dirs {
     Dirs::closed(root, shared.owner.map(|(uid, gid)| (uid.saturating_add(slot), gid.saturating_add(slot))))
 }
 
-/// The next thing that a machine's template needs. Never, where there are no templates.
-async fn next_stage(stages: &mut Option<watch::Receiver<Option<TemplateStage>>>) -> Option<TemplateStage> {
-    if let Some(stages) = stages
-        && stages.changed().await.is_ok()
+/// The next thing that a machine's template needs, or whether volumes are being opened now. Never, where there is neither.
+async fn next_progress(
+    stages: &mut Option<watch::Receiver<Option<TemplateStage>>>,
+    opening: &mut Option<watch::Receiver<bool>>,
+) -> Progress {
+    tokio::select! {
+        stage = next(stages) => Progress::Template(stage),
+        opening = next(opening) => Progress::Volumes(opening),
+    }
+}
+
+/// The next value of what is watched. Never, where nothing is.
+async fn next<T: Copy>(watched: &mut Option<watch::Receiver<T>>) -> T {
+    if let Some(watched) = watched
+        && watched.changed().await.is_ok()
     {
-        return *stages.borrow_and_update();
+        return *watched.borrow_and_update();
     }
     std::future::pending().await
 }
@@ -457,6 +495,8 @@ fn outcome(exit: Result<Exit, ExecuteError>, prepared: &Prepared, kept: Kept, lo
         outputs: kept.outputs,
         blameless,
         cause: None,
+        volumes: Vec::new(),
+        kept: Vec::new(),
         stages: Stages::default(),
     }
 }

@@ -16,7 +16,7 @@ use tokio::time::Instant;
 use volley_jobspecs::wire::guest::mux::Channel;
 use volley_jobspecs::wire::guest::resync::{DISCARD_BYTES_MAX, FILLER, FILLER_BYTES, From, NONCE_BYTES, Resync, Scanner};
 use volley_jobspecs::wire::guest::{
-    Answer, Ended, Exec, Furnish, Hello, Identity, Mount, Order, PROTOCOL, Refusal, Request, SEED_BYTES, Stats,
+    Answer, Disk, Ended, Exec, Furnish, Hello, Identity, Mount, Order, PROTOCOL, Refusal, Request, SEED_BYTES, Stats,
 };
 
 pub use files::FilesError;
@@ -192,6 +192,30 @@ impl Guest {
     /// [`GuestError`].
     pub async fn mount(&self, mount: Mount) -> Result<(), GuestError> {
         self.done("mount", &Request::Mount(mount)).await
+    }
+
+    /// The same, of one that may take longer: what was written last is read again then, and the file system may be grown.
+    ///
+    /// # Errors
+    /// [`GuestError`].
+    pub async fn mount_within(&self, mount: Mount, time_max: Duration) -> Result<(), GuestError> {
+        let what = "mount";
+        match self.ask(what, &Request::Mount(mount), time_max).await? {
+            Answer::Done => Ok(()),
+            _ => Err(GuestError::Nonsense { what }),
+        }
+    }
+
+    /// Has everything on a disk that was written to it, and holds all further writes.
+    ///
+    /// # Errors
+    /// [`GuestError`].
+    pub async fn settle(&self, disk: Disk, time_max: Duration) -> Result<(), GuestError> {
+        let what = "settle";
+        match self.ask(what, &Request::Settle { disk }, time_max).await? {
+            Answer::Done => Ok(()),
+            _ => Err(GuestError::Nonsense { what }),
+        }
     }
 
     /// Mounts a disk and makes directories on it. Whose they are, when a user was given.

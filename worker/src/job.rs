@@ -8,12 +8,13 @@ use std::sync::{Arc, Mutex, PoisonError};
 use serde_json::Value;
 use tokio::sync::OnceCell;
 use volley_jobspecs::expand::ItemPlan;
-use volley_jobspecs::ids::{JobId, TenantId};
+use volley_jobspecs::ids::{JobId, SnapshotId, TenantId};
 use volley_jobspecs::pages::{ItemsIndex, LoadedPage};
 use volley_jobspecs::resolve::TaskTemplate;
 use volley_jobspecs::wire;
 use volley_jobspecs::wire::plan::{Isolation, JobPlan, SpecRef};
 use volley_jobspecs::wire::trace::TraceContext;
+use volley_jobspecs::wire::volume::{Access, VolumePlan};
 use volley_jobspecs::wire::work::JobForWorker;
 use volley_jobspecs::{keys, parse};
 
@@ -51,6 +52,9 @@ pub enum JobError {
     /// The leader knows no such job.
     #[error("the coordinator knows no job {0}")]
     Missing(JobId),
+    /// Whoever answered does not know yet what its tasks read and copy: it is behind in the log.
+    #[error("it is not known yet what the tasks of job {0} read and copy")]
+    Unpinned(JobId),
     /// This build can't run it.
     #[error("worker can't read job {job}: {why}; it was accepted by a newer coordinator, or its spec is damaged")]
     Unusable {
@@ -72,6 +76,8 @@ pub struct Job {
     pub plan: JobPlan,
     /// What each task runs; `None` for `null`, which runs nothing.
     pub template: Option<TaskTemplate>,
+    /// What its tasks read or copy, by slot: in each of these slots a snapshot.
+    pub pins: Vec<(u8, SnapshotId)>,
     /// Its trace; its attempts' spans lie below this.
     pub trace: Option<TraceContext>,
     items: ItemPlan,
@@ -89,24 +95,40 @@ impl Job {
             return Err(JobError::Missing(job));
         }
         let found: JobForWorker = wire::decode("job", &answer).map_err(|e| unusable(e.to_string()))?;
-        let trace = found.trace.as_deref().and_then(|text| text.parse().ok());
-        if found.plan.needs.isolation == Isolation::Null {
-            return Ok(Self { id: job, tenant: found.tenant, plan: found.plan, template: None, trace, items: ItemPlan::single() });
-        }
-        let spec = match found.spec {
-            SpecRef::Inline(bytes) => Vec::from(bytes),
-            SpecRef::Stored { hash, name, .. } => {
+        let stored = match &found.spec {
+            SpecRef::Stored { hash, name, .. } if found.plan.needs.isolation != Isolation::Null => {
                 let bytes = objects
-                    .get(&keys::spec(name.as_ref().unwrap_or(&hash)), SPEC_BYTES_MAX)
+                    .get(&keys::spec(name.as_ref().unwrap_or(hash)), SPEC_BYTES_MAX)
                     .await
                     .map_err(|source| JobError::Storage { job, source })?;
                 if blake3::hash(&bytes).to_hex().as_str() != hash {
                     return Err(unusable("the stored spec isn't what its hash says".into()));
                 }
-                bytes.to_vec()
+                Some(bytes)
             }
+            SpecRef::Stored { .. } | SpecRef::Inline(_) => None,
         };
-        let spec = parse::parse(&spec).map_err(|problems| unusable(problems.to_string()))?;
+        Self::read(found, stored.as_deref())
+    }
+
+    /// Reads what was answered. `stored`: the spec, where it is not part of that.
+    ///
+    /// # Errors
+    /// [`JobError`].
+    pub fn read(found: JobForWorker, stored: Option<&[u8]>) -> Result<Self, JobError> {
+        let job = found.job;
+        let unusable = |why: String| JobError::Unusable { job, why };
+        let trace = found.trace.as_deref().and_then(|text| text.parse().ok());
+        if found.plan.needs.isolation == Isolation::Null {
+            let (pins, items) = (Vec::new(), ItemPlan::single());
+            return Ok(Self { id: job, tenant: found.tenant, plan: found.plan, template: None, pins, trace, items });
+        }
+        let pins = pins(&found).ok_or(JobError::Unpinned(job))?;
+        let spec = match (&found.spec, stored) {
+            (SpecRef::Inline(bytes), _) => bytes.as_slice(),
+            (SpecRef::Stored { .. }, stored) => stored.unwrap_or_default(),
+        };
+        let spec = parse::parse(spec).map_err(|problems| unusable(problems.to_string()))?;
         let items = match &spec.items {
             Some(items) => ItemPlan::new(items).map_err(|e| unusable(e.to_string()))?,
             None => ItemPlan::single(),
@@ -116,7 +138,7 @@ impl Job {
             let texts: Vec<String> = bad.iter().map(|bad| format!("task{}: {}", bad.field, bad.error)).collect();
             unusable(texts.join("; "))
         })?;
-        Ok(Self { id: job, tenant: found.tenant, plan: found.plan, template: Some(template), trace, items })
+        Ok(Self { id: job, tenant: found.tenant, plan: found.plan, template: Some(template), pins, trace, items })
     }
 
     /// What the core needs to know.
@@ -136,6 +158,16 @@ impl Job {
             None => self.items.item(index.into()).ok_or(ItemError::NoItem(index)),
         }
     }
+}
+
+/// The snapshots that a job's tasks read or copy. None: not all of them are known to be there yet.
+fn pins(job: &JobForWorker) -> Option<Vec<(u8, SnapshotId)>> {
+    let wanted = (0..).zip(&job.plan.volumes).filter(|(_, volume)| volume.access != Access::Rw);
+    let one = |(slot, _): (u8, &VolumePlan)| {
+        let pin = job.pins.iter().find(|pin| pin.slot == slot && pin.held)?;
+        Some((slot, pin.snapshot?))
+    };
+    wanted.map(one).collect()
 }
 
 /// Why a task has no item.

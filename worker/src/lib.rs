@@ -26,6 +26,7 @@ pub mod io;
 pub mod job;
 pub mod live;
 pub mod machines;
+pub mod mounts;
 mod offer;
 pub mod persist;
 mod place;
@@ -54,7 +55,7 @@ use tokio::sync::{mpsc, oneshot, watch};
 use tokio::task::JoinHandle;
 use tokio_util::task::AbortOnDropHandle;
 use volley_jobspecs::wire::plan::Isolation;
-use volley_jobspecs::wire::work::{KeptMachine, Lack, WorkerInfo};
+use volley_jobspecs::wire::work::{HasVolumes, KeptMachine, Lack, WorkerInfo};
 
 pub use config::{Config, ContainerConfig, MachineConfig, ShareConfig};
 pub use control::{Control, Handle, Status, control};
@@ -111,9 +112,13 @@ pub async fn run<B: Bus, O: Objects>(
         owner: config.task_user,
         owner_per_slot: config.task_user_per_slot,
         stream_bytes_max: config.stream_bytes_max,
+        volumes: volumes.clone(),
     };
     let template_bytes = machines.is_some().then_some(config.machines.templates_bytes_max);
-    let core = core_config(&config, Offered { limits, lacks, template_bytes, images: told });
+    let core = core_config(
+        &config,
+        Offered { limits, lacks, template_bytes, images: told, volumes: volumes.as_ref().map(drop).map_err(Arc::clone) },
+    );
     let (work, watches) = (bus.work(&config.name).await?, bus.watches().await?);
     let (living, ended) = oneshot::channel();
     let told = tell_figures(&config, &control.status, ended);
@@ -132,19 +137,24 @@ pub async fn run<B: Bus, O: Objects>(
     drop(living);
     // Its server ends with it: nothing is open any more.
     drop(volumes);
-    if let Some(machines) = ours {
+    end(ours, told, cgroups_kept).await;
+    drop(place);
+    Ok(())
+}
+
+/// What is left to do when nothing runs any more.
+async fn end(machines: Option<Arc<machines::Machines>>, told: Option<JoinHandle<()>>, cgroups: Option<Arc<cgroup::Cgroups>>) {
+    if let Some(machines) = machines {
         machines.close().await;
     }
     if let Some(told) = told {
         // What can't be told is nobody's loss.
         let _ = told.await;
     }
-    if let Some(cgroups) = cgroups_kept {
+    if let Some(cgroups) = cgroups {
         // What can't be removed now is removed at the next start.
         let _ = tokio::task::spawn_blocking(move || cgroups.sweep()).await;
     }
-    drop(place);
-    Ok(())
 }
 
 /// [`run`] over NATS and S3. Boxed: an `async fn` is compiled where it is awaited, and so the whole worker with the binary, not with how this
@@ -169,12 +179,25 @@ pub fn run_on_nats(
     })
 }
 
-/// Volumes, of a worker that has a key for them.
-async fn start_volumes(config: &Config, dir: &std::path::Path) -> Result<Option<Arc<volumes::Volumes>>, RunError> {
-    let Some(volumes) = config.volumes.clone() else { return Ok(None) };
+/// Volumes, or why this worker's tasks can't have any.
+async fn start_volumes(config: &Config, dir: &std::path::Path) -> Result<Result<Arc<volumes::Volumes>, Arc<str>>, RunError> {
+    let Some(volumes) = config.volumes.clone() else {
+        return Ok(Err("it has no key for volumes; start it with --volume-keys".into()));
+    };
+    let lacks = |why: String| {
+        tracing::warn!("tasks with volumes are not for this worker: {why}");
+        Ok(Err(why.into()))
+    };
+    if let Some(why) = mounts::obstacle(&config.isolation) {
+        return lacks(why);
+    }
     let started = volumes::Volumes::start(volumes, dir, &config.host, config.machines.mke2fs.clone()).await;
     let failed = |source| RunError::Dir { path: dir.join("volumes"), what: "clearing it", source };
-    started.map(Some).map_err(failed)
+    let started = started.map_err(failed)?;
+    match started.lack() {
+        Some(why) => lacks(why),
+        None => Ok(Ok(started)),
+    }
 }
 
 /// What images there are, of a worker that needs any.
@@ -209,11 +232,13 @@ struct Offered {
     lacks: Vec<Lack>,
     template_bytes: Option<u64>,
     images: Option<Vec<u64>>,
+    /// Or why tasks can't have any.
+    volumes: Result<(), Arc<str>>,
 }
 
 /// What the core is told of this worker.
 fn core_config(config: &Config, offered: Offered) -> core::CoreConfig {
-    let Offered { limits, lacks, template_bytes, images } = offered;
+    let Offered { limits, lacks, template_bytes, images, volumes } = offered;
     core::CoreConfig {
         worker: config.name.clone(),
         info: WorkerInfo {
@@ -230,6 +255,7 @@ fn core_config(config: &Config, offered: Offered) -> core::CoreConfig {
             template_bytes,
             images,
             fetches: template_bytes.is_some() && config.machines.sharing.is_some(),
+            volumes: Some(volumes.map_or_else(|why| HasVolumes::no(&why), |()| HasVolumes::Yes)),
         },
         beat_ms: config.beat_ms,
         linger_ms: config.linger_ms,

@@ -12,11 +12,13 @@ use volley_jobspecs::ids::{AttemptName, TenantId};
 use volley_jobspecs::resolve::{ResolveError, ResolvedTask};
 use volley_jobspecs::spec::Isolation;
 use volley_jobspecs::template::Values;
+use volley_jobspecs::wire::volume::Given;
 
 use crate::cgroup::Limits;
 use crate::dirs::{Dirs, Full};
 use crate::inputs::{InputError, Inputs};
 use crate::job::{ItemError, Job, Pages};
+use crate::mounts::{self, MountError, Plan};
 use crate::ports::{Bus, Objects};
 use crate::runtime::microvm;
 use crate::spawner::proto::Spawn;
@@ -52,6 +54,9 @@ pub enum PrepareError {
     /// Its directories' disk is full.
     #[error(transparent)]
     Full(#[from] Full),
+    /// Its volumes were not given to it.
+    #[error(transparent)]
+    Mounts(#[from] MountError),
     /// The job has nothing to run.
     #[error("job has no command")]
     NoCommand,
@@ -66,6 +71,7 @@ impl PrepareError {
             Self::Item(ItemError::NoItem(_)) | Self::Resolve(_) | Self::NoCommand => FailureClass::InputMissing,
             Self::Item(ItemError::Storage { .. } | ItemError::Damaged { .. }) => FailureClass::StorageFailed,
             Self::Input(input) => input.class(),
+            Self::Mounts(mounts) => mounts.class(),
             Self::Dirs(_) | Self::Full(_) => FailureClass::StorageFailed,
         }
     }
@@ -82,6 +88,8 @@ pub struct Prepared {
     pub limits: Limits,
     /// Milliseconds between TERM and KILL.
     pub grace_ms: u64,
+    /// The volumes it wants, by slot.
+    pub volumes: Vec<Plan>,
     /// What a machine or container of its own needs, if the task has one.
     pub inside: Option<Box<InMachine>>,
 }
@@ -148,7 +156,7 @@ async fn room(dirs: &mut Dirs) -> Result<(), Full> {
 /// [`PrepareError`].
 pub async fn prepare<B: Bus, O: Objects>(
     bus: &B,
-    job: &Job,
+    (job, given): (&Job, &[Given]),
     name: &AttemptName,
     dirs: &mut Dirs,
     inputs: &Inputs<O>,
@@ -159,6 +167,7 @@ pub async fn prepare<B: Bus, O: Objects>(
     let job_text = job.id.to_string();
     let values = Values { item: &item, index: name.index, job: &job_text, attempt: name.number };
     let task = template.resolve(&values)?;
+    let volumes = mounts::plan_of(job, name, given, &task)?;
     dirs.make().map_err(PrepareError::Dirs)?;
     room(dirs).await?;
     dirs.lend();
@@ -199,6 +208,8 @@ pub async fn prepare<B: Bus, O: Objects>(
         uid: dirs.owner().map(|(uid, _)| uid),
         gid: dirs.owner().map(|(_, gid)| gid),
         container: None,
+        mounts: Vec::new(),
+        top: (!volumes.is_empty()).then(|| dirs.work().to_string_lossy().into_owned()),
     };
     let limits = Limits {
         memory_bytes: task.resources.memory.map(|memory| memory.0),
@@ -206,7 +217,7 @@ pub async fn prepare<B: Bus, O: Objects>(
         pids: task.resources.pids,
     };
     let grace_ms = task.timeouts.grace.0;
-    Ok(Prepared { task, spawn, limits, grace_ms, inside })
+    Ok(Prepared { task, spawn, limits, grace_ms, volumes, inside })
 }
 
 fn bytes(text: &str) -> ByteVec {

@@ -15,6 +15,7 @@ use crate::containers::RootError;
 use crate::guest::{FilesError, GuestError};
 use crate::image::find::FindError;
 use crate::machines::{ScratchError, TemplateError};
+use crate::mounts::{MountError, Mounts};
 use crate::prepare::Prepared;
 use crate::runtime::Machine;
 use crate::spawner::SpawnerError;
@@ -56,6 +57,9 @@ pub enum RestoreError {
     /// A mistake of ours.
     #[error("the slot has no user for its containers")]
     NoUser,
+    /// It does not have its volumes.
+    #[error(transparent)]
+    Mounts(#[from] MountError),
     /// There is no template.
     #[error(transparent)]
     Template(#[from] TemplateError),
@@ -101,6 +105,7 @@ impl RestoreError {
             Self::Template(TemplateError::Build(why)) if matches!(**why, BuildError::Away(_)) => FailureClass::StorageFailed,
             // As a container says it: another try would meet the same image.
             Self::Guest(GuestError::Refused(refusal)) if refusal.kind == RefusalKind::NoUser => FailureClass::InputMissing,
+            Self::Mounts(why) => why.class(),
             // It was there, and had confirmed.
             Self::Inputs(FilesError::Guest(GuestError::NoSign { .. })) => FailureClass::GuestLost,
             // The job's own fault, on every worker: no other try, and nothing that speaks against the worker.
@@ -165,17 +170,18 @@ impl RestoreError {
             Self::Root(RootError::Find(why)) | Self::Template(TemplateError::Image(why)) => {
                 matches!(why, FindError::Missing { .. } | FindError::Several { .. })
             }
+            Self::Mounts(why) => why.is_blameless(),
             _ => false,
         }
     }
 }
 
-/// Makes `machine` ready.
+/// Makes `machine` ready, and opens what the task wants of volumes.
 ///
 /// # Errors
 /// [`RestoreError`].
-pub async fn restore<M: Machine>(machine: &mut M, prepared: &Prepared) -> Result<(), RestoreError> {
-    machine.restore(prepared).await
+pub async fn restore<M: Machine>(machine: &mut M, prepared: &Prepared, mounts: &mut Mounts) -> Result<(), RestoreError> {
+    machine.restore(prepared, mounts).await
 }
 
 #[cfg(test)]

@@ -14,6 +14,7 @@ use std::os::fd::OwnedFd;
 
 use crate::attempt::Force;
 use crate::execute::ExecuteError;
+use crate::mounts::Mounts;
 use crate::prepare::Prepared;
 use crate::restore::RestoreError;
 
@@ -47,8 +48,8 @@ pub struct Streams {
 
 /// A place where one command at a time runs.
 pub trait Machine: Send + Sync {
-    /// Makes it ready for an attempt, fresh as if nothing had ever run in it.
-    fn restore(&mut self, prepared: &Prepared) -> impl Future<Output = Result<(), RestoreError>> + Send;
+    /// Makes it ready for an attempt, fresh as if nothing had ever run in it, with the volumes that it wants: they are open in `mounts` then.
+    fn restore(&mut self, prepared: &Prepared, mounts: &mut Mounts) -> impl Future<Output = Result<(), RestoreError>> + Send;
     /// Starts the command.
     fn start(&mut self, prepared: &Prepared) -> impl Future<Output = Result<Streams, ExecuteError>> + Send;
     /// Waits until the command and everything it started is gone. Cancel-safe.

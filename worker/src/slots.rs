@@ -161,6 +161,7 @@ mod tests {
             labels: Default::default(),
             limits: false,
             image: None,
+            volumes: None,
         }
     }
 

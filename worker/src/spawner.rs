@@ -5,6 +5,7 @@
 
 mod child;
 mod container;
+pub mod mounts;
 pub(crate) mod packet;
 pub mod proto;
 mod shim;
@@ -149,9 +150,11 @@ impl Shim {
         stdout: BorrowedFd<'_>,
         stderr: BorrowedFd<'_>,
         stdin: Option<BorrowedFd<'_>>,
+        mounts: &[OwnedFd],
     ) -> Result<(), SpawnerError> {
         let mut fds = vec![stdout, stderr];
         fds.extend(stdin);
+        fds.extend(mounts.iter().map(AsFd::as_fd));
         let bytes = wire::encode(&RequestOf::Spawn(spawn));
         if bytes.len() <= PACKET_BYTES_MAX {
             return self.send(&bytes, &fds).await;

@@ -78,7 +78,7 @@ fn features(app: &App) -> Vec<String> {
     let features = &app.features;
     let tiers = features.isolation.iter().filter_map(|tier| serde_json::to_value(tier).ok()?.as_str().map(str::to_owned));
     let others = [
-        ("volumes", features.volumes),
+        ("volumes", features.volumes || app.volumes.are_on()),
         ("stages", features.stages),
         ("schedule", features.schedule),
         ("notify", features.notify),

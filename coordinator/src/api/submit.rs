@@ -26,7 +26,7 @@ use volley_jobspecs::validate::{Features, ValidJob};
 use volley_jobspecs::wire::plan::{self, SPEC_INLINE_BYTES_MAX, SpecRef};
 use volley_jobspecs::wire::record::Submit;
 use volley_jobspecs::wire::trace::{HEADER, TraceContext};
-use volley_jobspecs::wire::{LEVEL_KEEPING, LEVEL_OFFERS, LEVEL_ROUNDS};
+use volley_jobspecs::wire::{LEVEL_KEEPING, LEVEL_OFFERS, LEVEL_ROUNDS, LEVEL_VOLUMES};
 use volley_store::{Store, StoreConfig};
 
 use super::App;
@@ -252,6 +252,7 @@ fn idempotency_key(headers: &HeaderMap) -> Result<Option<String>, ApiError> {
 /// What specs may use: what this build can do, and the tiers that workers offer.
 async fn features(app: &App) -> Result<Features, ApiError> {
     let mut features = app.features.clone();
+    features.volumes |= app.volumes.are_on() && level(app).await? >= LEVEL_VOLUMES;
     let workers = app.handle.read(|state, _, _| {
         let workers = state.workers.iter();
         let tiers = workers.clone().flat_map(|(_, worker)| worker.info.isolation.iter().copied()).collect::<BTreeSet<_>>();

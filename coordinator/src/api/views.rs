@@ -7,7 +7,7 @@ use volley_jobspecs::failure::FailureClass;
 use volley_jobspecs::ids::{AttemptName, JobId, WorkerId};
 use volley_jobspecs::keys;
 use volley_jobspecs::wire::report::{AttemptEnd, Ending, Stream};
-use volley_jobspecs::wire::work::{KeptMachine, TemplateStage};
+use volley_jobspecs::wire::work::{HasVolumes, KeptMachine, TemplateStage};
 
 use crate::leader::HeardOf;
 use crate::state::effects::{AttemptRow, ResultEntry};
@@ -268,6 +268,10 @@ pub fn worker(name: &WorkerId, worker: &Worker, now_ms: u64, heard: Option<&Hear
         disk_bytes: info.disk_bytes,
         isolation: info.isolation.iter().map(|tier| tier.as_str().to_owned()).collect(),
         lacks: info.lacks.iter().map(|lack| (lack.tier.as_str().to_owned(), lack.why.clone())).collect(),
+        volumes: info.volumes.as_ref().map(|volumes| match volumes {
+            HasVolumes::Yes => "yes".to_owned(),
+            HasVolumes::No(why) => why.clone(),
+        }),
         kept: heard.map(|heard| heard.kept.iter().map(kept).collect()).unwrap_or_default(),
         labels: info.labels.clone(),
         silent_ms: heard.map(|heard| heard.silent_ms),
@@ -305,6 +309,7 @@ mod tests {
             stage: AtStage::Preparing,
             for_ms,
             template,
+            volumes: false,
         };
         let building = Some(TemplateStage::Building);
         let all = vec![at(1, 0, building, 500), at(1, 1, building, 700), at(1, 2, None, 1), at(2, 0, building, 1)];

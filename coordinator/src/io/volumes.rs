@@ -37,6 +37,12 @@ impl Volumes {
         Self { host: keys.map(open) }
     }
 
+    /// Are there any?
+    #[must_use]
+    pub fn are_on(&self) -> bool {
+        self.host.is_some()
+    }
+
     /// Does something with the bucket, beside the loop. None: this coordinator has no key for volumes.
     pub async fn with<T: Send + 'static, E: Send + 'static>(
         &self,

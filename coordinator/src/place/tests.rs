@@ -180,6 +180,7 @@ fn info() -> WorkerInfo {
         template_bytes: None,
         images: None,
         fetches: false,
+        volumes: None,
     }
 }
 

@@ -10,7 +10,7 @@ use volley_jobspecs::machine;
 use volley_jobspecs::units;
 use volley_jobspecs::wire::plan::{Isolation, Needs};
 use volley_jobspecs::wire::record::Run;
-use volley_jobspecs::wire::work::WorkerInfo;
+use volley_jobspecs::wire::work::{HasVolumes, WorkerInfo};
 
 /// One bundle may wait at a worker for each one that runs (DESIGN §5), so that a slot never idles for a round trip.
 pub const BUNDLES_PER_SLOT: u32 = 2;
@@ -155,6 +155,9 @@ pub enum Unfit {
     /// It can't enforce limits.
     #[error("can't enforce cpu, memory or pids limits (it has no permission on cgroups)")]
     Limits,
+    /// Its tasks can't have volumes.
+    #[error("can't have volumes{}", because(.0.as_deref()))]
+    Volumes(Option<String>),
 }
 
 fn because(why: Option<&str>) -> String {
@@ -180,6 +183,12 @@ pub fn unfit(info: &WorkerInfo, needs: &Needs) -> Vec<Unfit> {
     reasons.extend(missing.map(|(key, value)| Unfit::Label(key.clone(), value.clone())));
     if needs.limits && !info.limits {
         reasons.push(Unfit::Limits);
+    }
+    match &info.volumes {
+        _ if needs.volumes != Some(true) => {}
+        Some(HasVolumes::Yes) => {}
+        Some(HasVolumes::No(why)) => reasons.push(Unfit::Volumes(Some(why.clone()))),
+        None => reasons.push(Unfit::Volumes(None)),
     }
     reasons
 }

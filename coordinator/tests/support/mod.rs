@@ -274,6 +274,7 @@ pub fn worker_info(slots: u32) -> WorkerInfo {
         template_bytes: None,
         images: None,
         fetches: false,
+        volumes: None,
     }
 }
 

@@ -32,6 +32,9 @@ api_type! {
         /// Tiers that it was to offer and can't, each with what is missing and what to do.
         #[serde(default)]
         pub lacks: BTreeMap<String, String>,
+        /// `yes`: its tasks can have volumes; else why they can't. None: it does not say.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        pub volumes: Option<String>,
         /// Machines of failed attempts that it keeps, of jobs that the caller may see. Known to the coordinator that leads.
         #[serde(default)]
         pub kept: Vec<KeptView>,

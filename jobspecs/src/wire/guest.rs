@@ -119,6 +119,14 @@ pub enum Request {
         #[n(0)]
         hold: bool,
     },
+    /// Have everything on this disk that was written to its file system, and hold all further writes, wherever it is mounted. Answer: [`Answer::Done`], also
+    /// when it is not mounted any more. Agents before this refuse it.
+    #[n(18)]
+    Settle {
+        /// Which.
+        #[n(0)]
+        disk: Disk,
+    },
 }
 
 /// What the host says on a call of [`Request::Exec`] while it runs.
@@ -255,6 +263,10 @@ pub struct Mount {
     /// Whose its top directory becomes; left alone when not given.
     #[n(5)]
     pub owner: Option<(u32, u32)>,
+    /// Is the file system to be grown to the disk's size? Only one that can be written. Agents before this leave it as it is.
+    #[n(6)]
+    #[cbor(default)]
+    pub grow: bool,
 }
 
 /// A disk to mount, and directories on it.

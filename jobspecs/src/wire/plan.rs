@@ -160,6 +160,9 @@ pub struct Needs {
     /// What its image is called (`image::key`), where it is the same for all tasks of the job. Since level 6.
     #[n(6)]
     pub image: Option<u64>,
+    /// True: it has volumes, so that only a worker that can have them fits. Since level 7.
+    #[n(7)]
+    pub volumes: Option<bool>,
 }
 
 /// Isolation tiers, weakest first.

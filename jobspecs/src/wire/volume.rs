@@ -5,7 +5,7 @@
 use minicbor::{Decode, Encode};
 use serde::Serialize;
 
-use crate::ids::{JobId, SnapshotId, VolumeId};
+use crate::ids::{AttemptName, JobId, SnapshotId, VolumeId};
 
 /// How a task uses a volume.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode, Serialize)]
@@ -46,6 +46,21 @@ impl VolumePlan {
     pub fn name_of(&self, job: JobId, index: u32) -> String {
         self.name.replace("${index}", &index.to_string()).replace("${job.id}", &job.to_string())
     }
+}
+
+/// The id of the volume that an attempt makes in a slot, or that its clone there becomes: everybody computes the same, and no other attempt or slot
+/// has it.
+#[must_use]
+pub fn made_by(name: &AttemptName, slot: u8) -> VolumeId {
+    let mut hasher = blake3::Hasher::new_derive_key("volley volume made for an attempt");
+    hasher.update(&name.job.0.to_be_bytes());
+    hasher.update(&name.index.to_be_bytes());
+    hasher.update(&name.number.to_be_bytes());
+    hasher.update(&name.sequence.to_be_bytes());
+    hasher.update(&[slot]);
+    let mut id = [0; 16];
+    hasher.finalize_xof().fill(&mut id);
+    VolumeId(id)
 }
 
 /// What all tasks of a job read or copy in one slot: it does not change while the job is there.
@@ -127,6 +142,21 @@ pub struct Kept {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn each_slot_of_each_try_has_an_id_of_its_own() {
+        let name = AttemptName { job: JobId(1), stage: 0, index: 2, number: 3, sequence: 4 };
+        let others = [
+            made_by(&name, 1),
+            made_by(&AttemptName { job: JobId(2), ..name }, 0),
+            made_by(&AttemptName { index: 3, ..name }, 0),
+            made_by(&AttemptName { number: 4, ..name }, 0),
+            made_by(&AttemptName { sequence: 5, ..name }, 0),
+        ];
+        assert!(!others.contains(&made_by(&name, 0)));
+        // It stands in logs and buckets: it must not change.
+        assert_eq!(made_by(&name, 0).to_string(), "v593b32363c4335b2022784ba8181276a");
+    }
 
     #[test]
     fn a_name_is_each_tasks_own() {

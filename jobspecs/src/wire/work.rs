@@ -8,10 +8,10 @@ use minicbor::{Decode, Encode};
 use serde::Serialize;
 
 use crate::ids::{AttemptName, BundleId, Incarnation, JobId, TenantId, Term, WorkerId};
-use crate::wire::LEVEL_OFFERS;
 use crate::wire::plan::{Isolation, JobPlan, SpecRef};
 use crate::wire::record::Run;
 use crate::wire::volume::{Given, Pin};
+use crate::wire::{LEVEL_OFFERS, LEVEL_VOLUMES};
 
 /// A bundle that a worker holds for longer than this, in milliseconds, is not soon over, whatever its job's median says: the leader lets
 /// nothing more wait behind it, and the worker hands back what did, when the leader is heard. Only a bundle that is expected to take a second
@@ -64,16 +64,42 @@ pub struct WorkerInfo {
     #[n(12)]
     #[cbor(default)]
     pub fetches: bool,
+    /// Can its tasks have volumes? None: it does not say, and they can't. Recorded since level 7.
+    #[n(13)]
+    pub volumes: Option<HasVolumes>,
+}
+
+/// Can a worker's tasks have volumes?
+#[derive(Debug, Clone, PartialEq, Eq, Encode, Decode, Serialize)]
+pub enum HasVolumes {
+    /// In every tier that it offers.
+    #[n(0)]
+    Yes,
+    /// What is missing, and what to do. At most [`LACK_BYTES_MAX`].
+    #[n(1)]
+    No(#[n(0)] String),
+}
+
+impl HasVolumes {
+    /// They can't, for this reason, which is made one line and cut where it is too long.
+    #[must_use]
+    pub fn no(why: &str) -> Self {
+        Self::No(one_line(why))
+    }
 }
 
 impl WorkerInfo {
     /// What of it may be recorded at this level. An older coordinator would leave the rest out, and have another state.
     #[must_use]
     pub fn at_level(&self, level: u32) -> Self {
-        if level >= LEVEL_OFFERS {
+        if level >= LEVEL_VOLUMES {
             return self.clone();
         }
-        Self { lacks: Vec::new(), template_bytes: None, images: None, fetches: false, ..self.clone() }
+        let without = Self { volumes: None, ..self.clone() };
+        if level >= LEVEL_OFFERS {
+            return without;
+        }
+        Self { lacks: Vec::new(), template_bytes: None, images: None, fetches: false, ..without }
     }
 
     /// Why it can't offer a tier that it was to offer.
@@ -104,17 +130,22 @@ impl Lack {
     /// A tier with its reason, which is made one line and cut where it is too long.
     #[must_use]
     pub fn new(tier: Isolation, why: &str) -> Self {
-        let mut why = why.split_whitespace().collect::<Vec<_>>().join(" ");
-        if why.len() > LACK_BYTES_MAX {
-            let mut end = LACK_BYTES_MAX - '…'.len_utf8();
-            while !why.is_char_boundary(end) {
-                end -= 1;
-            }
-            why.truncate(end);
-            why.push('…');
-        }
-        Self { tier, why }
+        Self { tier, why: one_line(why) }
     }
+}
+
+/// A reason as one line of at most [`LACK_BYTES_MAX`].
+fn one_line(why: &str) -> String {
+    let mut why = why.split_whitespace().collect::<Vec<_>>().join(" ");
+    if why.len() > LACK_BYTES_MAX {
+        let mut end = LACK_BYTES_MAX - '…'.len_utf8();
+        while !why.is_char_boundary(end) {
+            end -= 1;
+        }
+        why.truncate(end);
+        why.push('…');
+    }
+    why
 }
 
 /// A worker's beat. The answer is a [`BeatAnswer`].
@@ -193,6 +224,10 @@ pub struct At {
     #[n(3)]
     #[cbor(default)]
     pub template: Option<TemplateStage>,
+    /// Are its volumes what it waits for: are they being opened, or what was written being committed? Of an older build nothing.
+    #[n(4)]
+    #[cbor(default)]
+    pub volumes: bool,
 }
 
 /// What is done for a template that a machine is to be made from.
@@ -430,6 +465,7 @@ mod tests {
             template_bytes: Some(1 << 30),
             images: Some(vec![1, 2]),
             fetches: false,
+            volumes: Some(HasVolumes::no("no\nkey")),
         }
     }
 
@@ -446,7 +482,8 @@ mod tests {
         let said = info();
         assert_eq!(decode::<WorkerInfo>("info", &encode(&said)).ok(), Some(said.clone()));
         assert_eq!((said.why_not(Isolation::Microvm), said.why_not(Isolation::Container)), (Some("no QEMU"), None));
-        assert_eq!(said.at_level(LEVEL_OFFERS), said);
+        assert_eq!(said.at_level(LEVEL_VOLUMES), said);
+        assert_eq!(said.at_level(LEVEL_OFFERS), WorkerInfo { volumes: None, ..said.clone() });
         let older = said.at_level(LEVEL_OFFERS - 1);
         assert_eq!((older.lacks.len(), older.template_bytes, &older.images, older.slots), (0, None, &None, 2));
 

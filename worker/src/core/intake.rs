@@ -8,7 +8,7 @@ use volley_jobspecs::units::{cores, different_bytes};
 use volley_jobspecs::wire::plan::Isolation;
 use volley_jobspecs::wire::record::Run;
 use volley_jobspecs::wire::report::{AttemptEnd, Ending, Timing};
-use volley_jobspecs::wire::work::{Bundle, Order, WorkMessage};
+use volley_jobspecs::wire::work::{Bundle, HasVolumes, Order, WorkMessage};
 
 use super::{Action, Core, Going, Job, JobAnswer, JobFacts};
 use crate::attempt::StopCause;
@@ -160,6 +160,11 @@ impl Core {
                 "worker {worker} can't enforce cpu, memory or pids limits: it has no writable cgroups; run it as root or with a \
                  delegated cgroup, or leave out task.resources"
             )
+        } else if needs.volumes == Some(true) && info.volumes != Some(HasVolumes::Yes) {
+            return Some((
+                FailureClass::StorageFailed,
+                format!("worker {worker} can't have volumes; `volley explain` of a task that waits says why"),
+            ));
         } else if !self.slots.could_fit(needs) {
             let (cpu, worker_cpu) = (cores(needs.cpu_milli.into()), cores(info.cpu_milli.into()));
             let (memory, worker_memory) = different_bytes(needs.memory_bytes, info.memory_bytes);

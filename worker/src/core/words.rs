@@ -6,6 +6,7 @@ use volley_jobspecs::failure::FailureClass;
 use volley_jobspecs::ids::{AttemptName, Incarnation, JobId, WorkerId};
 use volley_jobspecs::wire::plan::{Isolation, Needs};
 use volley_jobspecs::wire::report::{AttemptEnd, Ending};
+use volley_jobspecs::wire::volume::Given;
 use volley_jobspecs::wire::work::{Beat, BeatAnswer, KeptMachine, WorkAnswer, WorkMessage, WorkerInfo};
 
 use crate::attempt::{Force, Outcome, Progress};
@@ -143,6 +144,8 @@ pub enum Action {
         name: AttemptName,
         /// Under which isolation.
         isolation: Isolation,
+        /// What it may write.
+        volumes: Vec<Given>,
     },
     /// Stop the attempt in a slot.
     Stop {

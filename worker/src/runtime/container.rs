@@ -11,6 +11,7 @@
 mod bundle;
 mod seccomp;
 
+use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -20,15 +21,19 @@ use crate::attempt::Force;
 use crate::cgroup::Cgroups;
 use crate::containers::{Containers, Found, ImageDisk};
 use crate::execute::ExecuteError;
+use crate::mounts::Mounts;
 use crate::prepare::Prepared;
 use crate::restore::RestoreError;
 use crate::runtime::microvm::{OUT, TMP, WORK};
 use crate::spawner::Spawner;
 use crate::spawner::proto::{Container, MakeShim, Reply, Spawn};
+use crate::volumes::Show;
 use bundle::Bundle;
 
 /// Directories that the root has whatever the image has there: the runtime's mount points, and the task's.
 const DIRS: [&str; 7] = ["/proc", "/dev", "/sys", "/tmp", "/volley", WORK, OUT];
+/// Beside the containers' directory: where volumes are mounted on the host.
+const VOLUMES: &str = "volumes";
 /// Whom root is on the host where the image's user is another: nobody runs as it once the container is made.
 const NOBODY: u32 = 65_534;
 /// Descriptors of a task beside its cgroups' files: the report's pipe and three streams.
@@ -42,7 +47,7 @@ pub struct ContainerMachine {
     inner: ProcessMachine,
     /// The image whose disk the shim has mounted.
     disk: Option<Arc<ImageDisk>>,
-    spawn: Option<Spawn>,
+    spawn: Option<(Spawn, Vec<OwnedFd>)>,
     count: u64,
 }
 
@@ -52,11 +57,13 @@ impl ContainerMachine {
     pub fn new(slot: u32, containers: Arc<Containers>, spawner: Spawner, cgroups: Option<Arc<Cgroups>>) -> Self {
         let dir = containers.dir.join(slot.to_string());
         let inner = ProcessMachine::for_containers(slot, spawner, cgroups, !containers.runtime.hands_over());
+        let inner = inner.hiding(&containers.dir.with_file_name(VOLUMES));
         Self { containers, dir, inner, disk: None, spawn: None, count: 0 }
     }
 
     /// After an attempt whose end leaves the slot in doubt: nothing of it is used again.
     pub fn distrust(&mut self) {
+        self.spawn = None;
         self.inner.distrust();
     }
 
@@ -101,21 +108,27 @@ impl ContainerMachine {
 }
 
 impl Machine for ContainerMachine {
-    async fn restore(&mut self, prepared: &Prepared) -> Result<(), RestoreError> {
+    async fn restore(&mut self, prepared: &Prepared, mounts: &mut Mounts) -> Result<(), RestoreError> {
         let (containers, image) = (self.containers.clone(), prepared.task.image.clone());
         let found = tokio::task::spawn_blocking(move || containers.find(image.as_deref())).await;
         let found = found.map_err(|e| RestoreError::Bundle { dir: self.dir.clone(), source: std::io::Error::other(e) })??;
-        self.inner.restore(prepared).await?;
-        let spawn = self.make(prepared, &found)?;
-        self.spawn = Some(spawn);
+        self.inner.ready(prepared).await?;
+        let who = (found.user.uid, found.user.gid);
+        mounts.open(&prepared.volumes, who, |plan| Show::Mount { read_only: plan.read_only }).await?;
+        let mut spawn = self.make(prepared, &found)?;
+        // As the image's own files are shown: whoever has a number on a volume has it in the container.
+        let whose = spawn.container.as_ref().map(|container| (container.users.clone(), container.groups.clone())).unwrap_or_default();
+        let (shows, trees) = mounts.copies(|_top| whose.clone())?;
+        spawn.mounts = shows;
+        self.spawn = Some((spawn, trees));
         // Not before: the shim may still have the other image's disk mounted, which holds that all the same.
         self.disk = Some(found.disk);
         Ok(())
     }
 
     async fn start(&mut self, prepared: &Prepared) -> Result<Streams, ExecuteError> {
-        let spawn = self.spawn.take().ok_or(ExecuteError::Lost)?;
-        self.inner.start_as(&spawn, prepared).await
+        let (spawn, trees) = self.spawn.take().ok_or(ExecuteError::Lost)?;
+        self.inner.start_as(&spawn, prepared, &trees).await
     }
 
     async fn wait(&self) -> Result<Exit, ExecuteError> {
@@ -148,6 +161,8 @@ fn spawn(containers: &Containers, count: u64, container: Container) -> Spawn {
         uid: None,
         gid: None,
         container: Some(container),
+        mounts: Vec::new(),
+        top: None,
     }
 }
 
@@ -185,11 +200,11 @@ pub async fn trial(containers: &Containers, spawner: &Spawner, (uid, gid): (u32,
         reports: containers.runtime.hands_over(),
     };
     let failed = |e: &dyn std::fmt::Display| e.to_string();
-    let shim =
-        spawner.shim(&MakeShim { join: Vec::new(), oom_file: None, containers: true, enters: false }).await.map_err(|e| failed(&e))?;
+    let make = MakeShim { join: Vec::new(), oom_file: None, containers: true, enters: false, mounts: true, hidden: None };
+    let shim = spawner.shim(&make).await.map_err(|e| failed(&e))?;
     let null = std::fs::File::open("/dev/null").map_err(|e| failed(&e))?;
     let null = std::os::fd::AsFd::as_fd(&null);
-    shim.spawn(&spawn(containers, 0, container), null, null, None).await.map_err(|e| failed(&e))?;
+    shim.spawn(&spawn(containers, 0, container), null, null, None, &[]).await.map_err(|e| failed(&e))?;
     match shim.reply().await.map_err(|e| failed(&e))? {
         Reply::Exited(exited) if exited.code == Some(1) => Ok(()),
         Reply::Refused(why) => Err(why),

@@ -8,6 +8,7 @@
 
 mod command;
 mod ready;
+mod volumes;
 
 use std::os::fd::OwnedFd;
 use std::path::Path;
@@ -31,6 +32,7 @@ use crate::guest::{FilesError, Guest, GuestError};
 use crate::machines::groups;
 use crate::machines::kept::{self, KeepError};
 use crate::machines::{Machines, Wanted};
+use crate::mounts::{End, MountError, Mounts};
 use crate::persist::PersistError;
 use crate::prepare::{InMachine, Prepared};
 use crate::restore::RestoreError;
@@ -151,19 +153,22 @@ impl MicrovmMachine {
         }
     }
 
-    /// Copies inputs into the machine.
-    async fn put_inputs(&self, ready: &Ready, inside: &InMachine) -> Result<(), RestoreError> {
-        if !inside.has_files {
-            return Ok(());
+    /// Has everything on volumes that was written to them and is wanted at such an end, and holds whatever would be written yet.
+    ///
+    /// # Errors
+    /// [`MountError`].
+    pub async fn settle(&self, mounts: &Mounts, end: End) -> Result<(), MountError> {
+        match &self.ready {
+            Some(ready) => volumes::settle(&self.machines, ready, mounts, end).await,
+            None => Ok(()),
         }
-        let put = Put { dir: WORK.to_owned(), owner: ready.owner, limits: limits(ready.scratch_bytes) };
-        let put = ready.guest.put(put, inside.dirs.work(), FILES_WAIT).await;
-        put.map(drop).map_err(|why| match why {
-            FilesError::Guest(GuestError::Refused(refusal)) if matches!(refusal.kind, RefusalKind::NoSpace | RefusalKind::TooMuch) => {
-                RestoreError::NoSpace { disk: ready.scratch_bytes, why: refusal.text }
-            }
-            other => RestoreError::Inputs(other),
-        })
+    }
+
+    /// Takes volumes from the machine, which lives on.
+    pub async fn unmount(&self, mounts: &Mounts) {
+        if let Some(ready) = &self.ready {
+            volumes::unmount(ready, mounts).await;
+        }
     }
 
     /// Fetches what the command left into the slot's directories, where it is found as if the command had run there. Nothing of the
@@ -219,6 +224,21 @@ impl MicrovmMachine {
     }
 }
 
+/// Copies inputs into a machine.
+async fn put_inputs(ready: &Ready, inside: &InMachine) -> Result<(), RestoreError> {
+    if !inside.has_files {
+        return Ok(());
+    }
+    let put = Put { dir: WORK.to_owned(), owner: ready.owner, limits: limits(ready.scratch_bytes) };
+    let put = ready.guest.put(put, inside.dirs.work(), FILES_WAIT).await;
+    put.map(drop).map_err(|why| match why {
+        FilesError::Guest(GuestError::Refused(refusal)) if matches!(refusal.kind, RefusalKind::NoSpace | RefusalKind::TooMuch) => {
+            RestoreError::NoSpace { disk: ready.scratch_bytes, why: refusal.text }
+        }
+        other => RestoreError::Inputs(other),
+    })
+}
+
 /// How much may be moved: what fits onto the scratch disk.
 fn limits(scratch_bytes: u64) -> FileLimits {
     FileLimits { bytes: scratch_bytes, entries: ENTRIES_MAX, path_bytes: PATH_BYTES_MAX }
@@ -254,18 +274,19 @@ fn left_out(all: &[Files]) -> Option<String> {
 }
 
 impl Machine for MicrovmMachine {
-    async fn restore(&mut self, prepared: &Prepared) -> Result<(), RestoreError> {
+    async fn restore(&mut self, prepared: &Prepared, mounts: &mut Mounts) -> Result<(), RestoreError> {
         // One of an attempt that was given up before it began.
         self.release().await;
         let inside = prepared.inside.as_deref().ok_or(RestoreError::NotPrepared)?;
         let (tenant, task) = (&inside.tenant, &prepared.task);
         let found = self.machines.template_by_stages(&Wanted::of(tenant, task), &self.stage).await?;
         let limits = groups::limits(&task.resources, self.machines.vmm.capabilities());
-        let place = Place { inside, disk: task.resources.disk.map(|disk| disk.0), limits };
-        let ready = ready::make(&self.machines, &found, &place).await?;
-        let put = self.put_inputs(&ready, inside).await;
-        self.ready = Some(ready);
-        put
+        let place = Place { inside, disk: task.resources.disk.map(|disk| disk.0), limits, volumes: &prepared.volumes };
+        let ready = ready::make(&self.machines, &found, &place, mounts).await?;
+        let ready = self.ready.insert(ready);
+        put_inputs(ready, inside).await?;
+        // Last: what is mounted there covers what was there before, in every tier.
+        Ok(volumes::mount(&self.machines, ready, mounts).await?)
     }
 
     async fn start(&mut self, prepared: &Prepared) -> Result<Streams, ExecuteError> {

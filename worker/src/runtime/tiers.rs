@@ -16,6 +16,7 @@ use crate::attempt::Force;
 use crate::dirs::Dirs;
 use crate::execute::ExecuteError;
 use crate::machines::kept::KeepError;
+use crate::mounts::{End, MountError, Mounts};
 use crate::persist::PersistError;
 use crate::prepare::Prepared;
 use crate::restore::RestoreError;
@@ -72,18 +73,41 @@ impl Tiers {
         self.now == Now::Microvm
     }
 
-    /// Brings outputs into the slot's directories, and ends the machine, unless it may be kept. What was left out, in words, if anything.
+    /// Brings outputs into the slot's directories. What was left out, in words, if anything.
     ///
     /// # Errors
     /// [`PersistError`].
     pub async fn collect(&mut self, prepared: &Prepared, dirs: &Dirs) -> Result<Option<String>, PersistError> {
-        let Some(machine) = self.machine() else { return Ok(None) };
-        let collected = machine.collect(prepared, dirs).await;
-        // One that may be kept lives until that is known.
-        if prepared.task.keep_failed_ms.is_none() {
+        match self.machine() {
+            Some(machine) => machine.collect(prepared, dirs).await,
+            None => Ok(None),
+        }
+    }
+
+    /// Has everything on volumes that was written to them and is wanted at such an end. Nothing of the task runs any more.
+    ///
+    /// # Errors
+    /// [`MountError`]: what was written can't be relied on.
+    pub async fn settle(&mut self, mounts: &Mounts, end: End) -> Result<(), MountError> {
+        match self.machine() {
+            Some(machine) => Box::pin(machine.settle(mounts, end)).await,
+            // What is mounted on the host is written out where it is unmounted.
+            None => Ok(()),
+        }
+    }
+
+    /// Takes volumes from a machine that lives on without them.
+    pub async fn take_volumes(&mut self, mounts: &Mounts) {
+        if let Some(machine) = self.machine() {
+            Box::pin(machine.unmount(mounts)).await;
+        }
+    }
+
+    /// Ends a machine that is not going to be kept.
+    pub fn end(&mut self) {
+        if let Some(machine) = self.machine() {
             machine.kill();
         }
-        collected
     }
 
     /// Ends what people run in the machine beside the task, and lets nothing more begin there until it is kept.
@@ -126,16 +150,16 @@ impl Tiers {
 }
 
 impl Machine for Tiers {
-    async fn restore(&mut self, prepared: &Prepared) -> Result<(), RestoreError> {
+    async fn restore(&mut self, prepared: &Prepared, mounts: &mut Mounts) -> Result<(), RestoreError> {
         self.now = match prepared.task.isolation {
             Isolation::Null | Isolation::Process => Now::Process,
             Isolation::Container => Now::Container,
             Isolation::Microvm => Now::Microvm,
         };
         match (self.now, &mut self.process, &mut self.container, &mut self.microvm) {
-            (Now::Process, Some(machine), ..) => machine.restore(prepared).await,
-            (Now::Container, _, Some(machine), _) => Box::pin(machine.restore(prepared)).await,
-            (Now::Microvm, .., Some(machine)) => Box::pin(machine.restore(prepared)).await,
+            (Now::Process, Some(machine), ..) => machine.restore(prepared, mounts).await,
+            (Now::Container, _, Some(machine), _) => Box::pin(machine.restore(prepared, mounts)).await,
+            (Now::Microvm, .., Some(machine)) => Box::pin(machine.restore(prepared, mounts)).await,
             _ => Err(RestoreError::NoTier(prepared.task.isolation.as_str())),
         }
     }

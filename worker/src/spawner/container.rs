@@ -10,15 +10,16 @@
 
 use std::fs::{self, File};
 use std::io::{self, Read};
-use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::{FileExt, chown};
 use std::path::{Path, PathBuf};
 
-use rustix::mount::{MountFlags, MountPropagationFlags, MoveMountFlags, OpenTreeFlags, UnmountFlags};
+use rustix::mount::{MountFlags, MountPropagationFlags, MoveMountFlags, UnmountFlags};
 use rustix::thread::UnshareFlags;
 use volley_guest::container::{Report, Step as InStep};
 
 use super::child::HIGH;
+use super::mounts::{copy_of, hide_below, show_owners_as};
 use super::proto::{Container, Exited, Reply, Step};
 
 /// Longest text of a runtime's that is told, in bytes.
@@ -29,34 +30,23 @@ const REPORT_BYTES_MAX: u64 = 256;
 const DISK: &str = "erofs";
 /// Every mount of ours: nothing in there gives rights or opens a device.
 const FLAGS: MountFlags = MountFlags::NOSUID.union(MountFlags::NODEV);
-/// `MOUNT_ATTR_IDMAP` of linux/mount.h.
-const MOUNT_ATTR_IDMAP: u64 = 0x0010_0000;
-
-/// `struct mount_attr` of linux/mount.h.
-#[repr(C)]
-#[derive(Default)]
-struct MountAttr {
-    attr_set: u64,
-    attr_clr: u64,
-    propagation: u64,
-    userns_fd: u64,
-}
-
-/// Leaves the host's mounts for a copy of its own.
+/// Leaves the host's mounts for a copy of its own, without what is mounted below `hidden`.
 ///
 /// # Errors
 /// What the system says; usually that this takes root.
-pub fn own_mounts() -> io::Result<()> {
+pub fn own_mounts(hidden: Option<&str>) -> io::Result<()> {
     // SAFETY: a process of one thread, whose descriptors and root directory stay what they were.
     unsafe { rustix::thread::unshare_unsafe(UnshareFlags::NEWNS) }?;
     // What is mounted here is seen nowhere else; what is unmounted on the host goes here as well.
     rustix::mount::mount_change("/", MountPropagationFlags::DOWNSTREAM | MountPropagationFlags::REC)?;
-    hide_half_cgroups();
+    if let Some(hidden) = hidden {
+        hide_below(Path::new(hidden));
+    }
     Ok(())
 }
 
 /// On a host with both kinds of cgroups, runtimes refuse to start when the newer has controllers of its own. They need neither here.
-fn hide_half_cgroups() {
+pub fn hide_half_cgroups() {
     let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
     let of = |kind: &str| -> Vec<String> {
         let lines = mounts.lines().filter_map(|line| line.split_once(" - "));
@@ -131,6 +121,16 @@ impl Root {
         fs::write(dir.join("hosts"), &self.container.hosts)?;
         self.own(&dir)?;
         self.own(&dir.join("hosts"))
+    }
+
+    /// Where it is put together.
+    pub fn top(&self) -> PathBuf {
+        self.dir.join("root")
+    }
+
+    /// User and group on the host that it belongs to.
+    pub fn owner(&self) -> (u32, u32) {
+        self.container.owner
     }
 
     /// Directories over the image: a layer that is the same for each container of a user.
@@ -229,62 +229,9 @@ fn high(fd: &impl AsFd) -> io::Result<OwnedFd> {
 
 /// Shows a mount a second time, with other owners.
 fn show_as(from: &Path, to: &Path, users: &[(u32, u32)], groups: &[(u32, u32)]) -> io::Result<()> {
-    let flags = OpenTreeFlags::OPEN_TREE_CLONE | OpenTreeFlags::OPEN_TREE_CLOEXEC;
-    let tree = rustix::mount::open_tree(rustix::fs::CWD, from, flags)?;
-    let names = user_namespace(users, groups)?;
-    let attributes =
-        MountAttr { attr_set: MOUNT_ATTR_IDMAP, userns_fd: u64::try_from(names.as_raw_fd()).unwrap_or(0), ..MountAttr::default() };
-    // SAFETY: the structure is the kernel's, of the size that is said, and lives as long as the call.
-    let set = unsafe {
-        libc::syscall(
-            libc::SYS_mount_setattr,
-            tree.as_raw_fd(),
-            c"".as_ptr(),
-            libc::AT_EMPTY_PATH,
-            &raw const attributes,
-            size_of::<MountAttr>(),
-        )
-    };
-    if set < 0 {
-        return Err(io::Error::last_os_error());
-    }
+    let tree = copy_of(from)?;
+    show_owners_as(&tree, users, groups)?;
     Ok(rustix::mount::move_mount(&tree, "", rustix::fs::CWD, to, MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH)?)
-}
-
-/// A namespace of users with these maps: inside, outside.
-fn user_namespace(users: &[(u32, u32)], groups: &[(u32, u32)]) -> io::Result<OwnedFd> {
-    let map = |pairs: &[(u32, u32)]| pairs.iter().map(|(inside, outside)| format!("{inside} {outside} 1\n")).collect::<String>();
-    // SAFETY: this process has one thread, so that the child may do anything.
-    let pid = unsafe { libc::fork() };
-    if pid == 0 {
-        // It holds the namespace until it was opened: stopped when it is in there, gone when it can't be.
-        // SAFETY: plain system calls.
-        unsafe {
-            libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL, 0, 0, 0);
-            if libc::unshare(libc::CLONE_NEWUSER) == 0 {
-                libc::raise(libc::SIGSTOP);
-            }
-            libc::_exit(*libc::__errno_location())
-        }
-    }
-    if pid < 0 {
-        return Err(io::Error::last_os_error());
-    }
-    let mut status = 0;
-    // SAFETY: plain system call on a child of ours.
-    unsafe { libc::waitpid(pid, &raw mut status, libc::WUNTRACED) };
-    if !libc::WIFSTOPPED(status) {
-        return Err(io::Error::from_raw_os_error(libc::WEXITSTATUS(status)));
-    }
-    let made = fs::write(format!("/proc/{pid}/uid_map"), map(users))
-        .and_then(|()| fs::write(format!("/proc/{pid}/gid_map"), map(groups)))
-        .and_then(|()| File::open(format!("/proc/{pid}/ns/user")));
-    // SAFETY: as above.
-    unsafe {
-        libc::kill(pid, libc::SIGKILL);
-        libc::waitpid(pid, std::ptr::null_mut(), 0);
-    }
-    made.map(OwnedFd::from)
 }
 
 /// Our ends of what a runtime inherits.

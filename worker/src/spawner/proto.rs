@@ -27,6 +27,12 @@ pub struct MakeShim {
     /// Does it enter them itself, so that what it starts is there from its first instruction? Otherwise what it starts does.
     #[n(3)]
     pub enters: bool,
+    /// Has it mounts of its own, for tasks with volumes? One that starts containers has them in any case.
+    #[n(4)]
+    pub mounts: bool,
+    /// What is mounted below this directory is left out of its own mounts.
+    #[n(5)]
+    pub hidden: Option<String>,
 }
 
 /// To a shim.
@@ -79,6 +85,31 @@ pub struct Spawn {
     /// The command is an OCI runtime's, for a task in this container.
     #[n(6)]
     pub container: Option<Container>,
+    /// What is mounted for it. The mounts, which are nowhere yet, are the last descriptors that come with it, in the same order.
+    #[n(7)]
+    #[cbor(default)]
+    pub mounts: Vec<ShowMount>,
+    /// The directory below which these lie; in a container its root.
+    #[n(8)]
+    pub top: Option<String>,
+}
+
+/// A mount that a task is shown.
+#[derive(Debug, Clone, PartialEq, Eq, Encode, Decode)]
+#[cbor(map)]
+pub struct ShowMount {
+    /// Where.
+    #[n(0)]
+    pub path: String,
+    /// Can nothing be written?
+    #[n(1)]
+    pub read_only: bool,
+    /// Whose files are whose: on what is mounted, and on the host. Empty: as they are.
+    #[n(2)]
+    pub users: Vec<(u32, u32)>,
+    /// The same of groups.
+    #[n(3)]
+    pub groups: Vec<(u32, u32)>,
 }
 
 /// A container to put together before its runtime is started.

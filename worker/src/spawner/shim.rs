@@ -8,12 +8,14 @@ use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::FileExt;
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags};
 
 use super::child::{self, NotStarted};
 use super::container::{self, Behind};
+use super::mounts::{Shown, Top};
 use super::packet;
 use super::proto::{Exited, MakeShim, PACKET_BYTES_MAX, REQUEST_BYTES_MAX, Reply, Request, Spawn, Step};
 use super::stack::Stack;
@@ -52,8 +54,11 @@ pub struct Shim {
 impl Shim {
     /// A shim that speaks on `socket`. The first of the files to enter cgroups also lists who else is in its cgroup.
     pub fn new(socket: OwnedFd, make: &MakeShim) -> io::Result<Self> {
+        if make.containers || make.mounts {
+            container::own_mounts(make.hidden.as_deref())?;
+        }
         if make.containers {
-            container::own_mounts()?;
+            container::hide_half_cgroups();
         }
         for file in make.join.iter().filter(|_| make.enters) {
             std::fs::write(file, "0").map_err(|e| io::Error::new(e.kind(), format!("writing {file}: {e}")))?;
@@ -100,13 +105,17 @@ impl Shim {
         spawn: Result<(Spawn, Vec<OwnedFd>), NotStarted>,
         buffer: &mut [u8],
     ) -> Option<(Reply, Option<container::Root>)> {
-        let (mut spawn, fds) = match spawn {
+        let (mut spawn, mut fds) = match spawn {
             Ok(spawn) => spawn,
             Err(NotStarted { step, errno }) => return Some((Reply::NotStarted { step, errno }, None)),
         };
         let root = match spawn.container.take().map(container::Root::make).transpose() {
             Ok(root) => root,
             Err(why) => return Some((Reply::Refused(why), None)),
+        };
+        let shown = match show(&mut spawn, &mut fds, root.as_ref()) {
+            Ok(shown) => shown,
+            Err(why) => return Some((Reply::Refused(why), root)),
         };
         let started = self.start(spawn, &fds, root.as_ref());
         // Nobody but the command holds its streams.
@@ -118,6 +127,8 @@ impl Shim {
             }
             Err(NotStarted { step, errno }) => Reply::NotStarted { step, errno },
         };
+        // Before the answer: whoever hears it may unmount what this is a copy of.
+        drop(shown);
         Some((reply, root))
     }
 
@@ -297,6 +308,18 @@ impl Shim {
                 Err(_) => return None,
             }
         }
+    }
+}
+
+/// Shows a command its mounts.
+fn show(spawn: &mut Spawn, fds: &mut Vec<OwnedFd>, root: Option<&container::Root>) -> Result<Shown, String> {
+    let mounts = std::mem::take(&mut spawn.mounts);
+    let trees = fds.split_off(fds.len().saturating_sub(mounts.len()));
+    match (root, &spawn.top) {
+        _ if mounts.is_empty() => Ok(Shown::default()),
+        (Some(root), _) => Shown::place(&mounts, trees, Top::Root(&root.top()), Some(root.owner())),
+        (None, Some(top)) => Shown::place(&mounts, trees, Top::Work(Path::new(top)), spawn.uid.zip(spawn.gid)),
+        (None, None) => Err("nobody says where a volume is to be shown".to_owned()),
     }
 }
 

@@ -19,13 +19,15 @@ fn command(list: &[&str]) -> Spawn {
         uid: None,
         gid: None,
         container: None,
+        mounts: Vec::new(),
+        top: None,
     }
 }
 
 async fn run(shim: &Shim, spawn: Spawn, stdin: Option<&OwnedFd>) -> (Reply, String, String) {
     let pipe = || std::io::pipe().expect("a pipe");
     let ((mut out, out_w), (mut err, err_w)) = (pipe(), pipe());
-    shim.spawn(&spawn, out_w.as_fd(), err_w.as_fd(), stdin.map(|fd| fd.as_fd())).await.expect("sent");
+    shim.spawn(&spawn, out_w.as_fd(), err_w.as_fd(), stdin.map(|fd| fd.as_fd()), &[]).await.expect("sent");
     drop((out_w, err_w));
     let reply = shim.reply().await.expect("a reply");
     let (mut o, mut e) = (String::new(), String::new());
@@ -50,7 +52,10 @@ fn alive(pid: i32) -> bool {
 
 async fn shim() -> (Spawner, Shim) {
     let spawner = Spawner::start().expect("a zygote");
-    let shim = spawner.shim(&MakeShim { join: Vec::new(), oom_file: None, containers: false, enters: true }).await.expect("a shim");
+    let shim = spawner
+        .shim(&MakeShim { join: Vec::new(), oom_file: None, containers: false, enters: true, mounts: false, hidden: None })
+        .await
+        .expect("a shim");
     (spawner, shim)
 }
 
@@ -105,7 +110,7 @@ async fn daemons_that_left_the_session_are_killed_with_the_task() {
     let script = "(setsid sh -c 'sleep 300 & echo $! ; exec sleep 300' & ) ; sleep 0.2; exit 0";
     let pipe = || std::io::pipe().expect("a pipe");
     let ((mut out, out_w), (_err, err_w)) = (pipe(), pipe());
-    shim.spawn(&command(&["sh", "-c", script]), out_w.as_fd(), err_w.as_fd(), None).await.expect("sent");
+    shim.spawn(&command(&["sh", "-c", script]), out_w.as_fd(), err_w.as_fd(), None, &[]).await.expect("sent");
     drop((out_w, err_w));
     let exited = exited(shim.reply().await.expect("a reply"));
     assert_eq!((exited.code, exited.strays, exited.stuck), (Some(0), 2, false));
@@ -120,7 +125,7 @@ async fn term_reaches_the_whole_tree_and_kill_ends_what_ignores_it() {
     let script = "trap '' TERM; setsid sh -c 'trap \"\" TERM; echo; sleep 300' & sleep 300";
     let pipe = || std::io::pipe().expect("a pipe");
     let ((mut out, out_w), (_err, err_w)) = (pipe(), pipe());
-    shim.spawn(&command(&["sh", "-c", script]), out_w.as_fd(), err_w.as_fd(), None).await.expect("sent");
+    shim.spawn(&command(&["sh", "-c", script]), out_w.as_fd(), err_w.as_fd(), None, &[]).await.expect("sent");
     assert_eq!(out.read(&mut [0; 1]).ok(), Some(1), "both ignore TERM now");
     shim.term().await.expect("sent");
     let early = tokio::time::timeout(Duration::from_millis(300), shim.reply()).await;
@@ -138,7 +143,7 @@ async fn nothing_outlives_the_worker_however_it_dies() {
     let pipe = || std::io::pipe().expect("a pipe");
     let ((mut out, out_w), (_err, err_w)) = (pipe(), pipe());
     let script = "setsid sh -c 'echo $$; exec sleep 300' & echo $$; wait";
-    shim.spawn(&command(&["sh", "-c", script]), out_w.as_fd(), err_w.as_fd(), None).await.expect("sent");
+    shim.spawn(&command(&["sh", "-c", script]), out_w.as_fd(), err_w.as_fd(), None, &[]).await.expect("sent");
     drop((out_w, err_w));
     let mut text = [0; 64];
     let mut len = 0;
@@ -167,8 +172,12 @@ async fn spawn_rate() {
         let spawner = Spawner::start().expect("a zygote");
         let mut shims = Vec::new();
         for _ in 0..slots {
-            shims
-                .push(spawner.shim(&MakeShim { join: Vec::new(), oom_file: None, containers: false, enters: true }).await.expect("a shim"));
+            shims.push(
+                spawner
+                    .shim(&MakeShim { join: Vec::new(), oom_file: None, containers: false, enters: true, mounts: false, hidden: None })
+                    .await
+                    .expect("a shim"),
+            );
         }
         let begin = Instant::now();
         let runs = shims.into_iter().map(|shim| {
@@ -208,7 +217,10 @@ async fn a_killed_zygote_is_replaced_and_a_killed_shim_noticed() {
         libc::waitpid(zygote, std::ptr::null_mut(), 0);
     }
     assert!(matches!(shim.reply().await, Err(SpawnerError::ShimGone)));
-    let shim = spawner.shim(&MakeShim { join: Vec::new(), oom_file: None, containers: false, enters: true }).await.expect("another");
+    let shim = spawner
+        .shim(&MakeShim { join: Vec::new(), oom_file: None, containers: false, enters: true, mounts: false, hidden: None })
+        .await
+        .expect("another");
     assert_ne!(spawner.pid().cast_signed(), zygote);
     let (reply, out, _) = run(&shim, command(&["sh", "-c", "cat /proc/$PPID/environ | tr -d '\\0'"]), None).await;
     assert_eq!((exited(reply).code, out.as_str()), (Some(0), ""), "a task sees nothing of the worker through its parent");
@@ -228,7 +240,7 @@ async fn a_command_that_is_to_end_before_it_began_ends() {
     for round in 0..100 {
         let null = || OwnedFd::from(std::fs::File::options().write(true).open("/dev/null").expect("/dev/null"));
         let (out, err) = (null(), null());
-        shim.spawn(&command(&["sleep", "60"]), out.as_fd(), err.as_fd(), None).await.expect("sent");
+        shim.spawn(&command(&["sleep", "60"]), out.as_fd(), err.as_fd(), None, &[]).await.expect("sent");
         shim.term().await.expect("sent");
         let reply = tokio::time::timeout(Duration::from_secs(20), shim.reply()).await.expect("TERM was lost").expect("a reply");
         assert_eq!(exited(reply).signal, Some(libc::SIGTERM), "round {round}");
@@ -243,4 +255,81 @@ async fn orphans_that_end_are_reaped_while_their_task_runs() {
         awk -v p=$(awk '/^PPid/{print $2}' /proc/$$/status) '{ sub(/.*\\) /, \"\"); if ($1 == \"Z\" && $2 == p) n++ } END { print n + 0 }'";
     let (reply, out, err) = run(&shim, command(&["sh", "-c", script]), None).await;
     assert_eq!((exited(reply).code, out.trim(), err.as_str()), (Some(0), "0", ""));
+}
+
+/// A directory with a file system of its own, unmounted when this goes.
+struct Mounted(std::path::PathBuf);
+
+impl Mounted {
+    fn at(dir: &std::path::Path) -> Self {
+        std::fs::create_dir_all(dir).expect("made");
+        rustix::mount::mount("tmpfs", dir, "tmpfs", rustix::mount::MountFlags::empty(), c"mode=755").expect("mounted");
+        Self(dir.to_owned())
+    }
+}
+
+impl Drop for Mounted {
+    fn drop(&mut self) {
+        let _ = rustix::mount::unmount(&self.0, rustix::mount::UnmountFlags::DETACH);
+    }
+}
+
+#[tokio::test]
+async fn a_volume_is_shown_to_its_command_alone_as_its_own_and_nothing_is_left() {
+    use std::os::unix::fs::{MetadataExt, PermissionsExt, chown};
+    if !rustix::process::geteuid().is_root() {
+        eprintln!("skipped: only root can mount");
+        return;
+    }
+    let dir = tempfile::tempdir().expect("a directory");
+    std::fs::set_permissions(dir.path(), std::fs::Permissions::from_mode(0o711)).expect("opened");
+    let (volumes, work) = (dir.path().join("volumes"), dir.path().join("work"));
+    let (ours, others) = (Mounted::at(&volumes.join("ours")), Mounted::at(&volumes.join("others")));
+    std::fs::write(ours.0.join("old"), "old").expect("written");
+    std::fs::create_dir(&work).expect("made");
+    for (path, user) in [(&ours.0, 1_234), (&ours.0.join("old"), 1_234), (&work, 54_321)] {
+        chown(path, Some(user), Some(user)).expect("changed");
+    }
+    let spawner = Spawner::start().expect("a zygote");
+    let hidden = Some(volumes.to_string_lossy().into_owned());
+    let make = MakeShim { join: Vec::new(), oom_file: None, containers: false, enters: true, mounts: true, hidden };
+    let shim = spawner.shim(&make).await.expect("a shim");
+    let show =
+        |read_only| proto::ShowMount { path: "a/data".into(), read_only, users: vec![(1_234, 54_321)], groups: vec![(1_234, 54_321)] };
+    let script = |script: &str, read_only| Spawn {
+        cwd: ByteVec::from(work.to_string_lossy().as_bytes().to_vec()),
+        uid: Some(54_321),
+        gid: Some(54_321),
+        mounts: vec![show(read_only)],
+        top: Some(work.to_string_lossy().into_owned()),
+        ..command(&["sh", "-c", script])
+    };
+    let (_errors, write) = std::io::pipe().expect("a pipe");
+    let run = async |spawn: Spawn, trees: &[OwnedFd]| {
+        let (mut out, out_w) = std::io::pipe().expect("a pipe");
+        shim.spawn(&spawn, out_w.as_fd(), write.as_fd(), None, trees).await.expect("sent");
+        drop(out_w);
+        let reply = shim.reply().await.expect("a reply");
+        let mut text = String::new();
+        out.read_to_string(&mut text).expect("stdout");
+        (reply, text)
+    };
+    let tree = || vec![mounts::copy_of(&ours.0).expect("a copy")];
+    // It also moves what the volume lies in, and leaves a process behind that is in it.
+    let words = "stat -c %u a/data/old; echo new > a/data/new; mv a b; cat b/data/new; (cd b/data; sleep 60 &)";
+    let (reply, text) = run(script(words, false), &tree()).await;
+    assert_eq!((exited(reply).code, text.as_str()), (Some(0), "54321\nnew\n"));
+    assert_eq!(std::fs::metadata(ours.0.join("new")).expect("there").uid(), 1_234);
+    assert_eq!(std::fs::read_dir(work.join("b/data")).expect("there").count(), 0, "the worker finds none of its files among the task's");
+    let listed = Spawn { cwd: ByteVec::from(b"/".to_vec()), ..command(&["cat", "/proc/self/mountinfo"]) };
+    let (_, text) = run(listed, &[]).await;
+    let name = volumes.to_string_lossy();
+    assert!(!text.contains(&*name) && !text.contains("b/data"), "{text}");
+    let (reply, text) = run(script("cat a/data/old; echo x > a/data/old || echo refused", true), &tree()).await;
+    assert_eq!((exited(reply).code, text.as_str()), (Some(0), "oldrefused\n"));
+    // A link on the way leads nowhere.
+    std::fs::remove_dir(work.join("a/data")).expect("empty");
+    std::os::unix::fs::symlink(&others.0, work.join("a/data")).expect("linked");
+    let (reply, _) = run(script("true", false), &tree()).await;
+    assert!(matches!(&reply, Reply::Refused(why) if why.starts_with("showing a volume at a/data: making the directory: ")), "{reply:?}");
 }

@@ -354,6 +354,7 @@ async fn a_root_disk_under_an_overlay_and_disks_that_come_and_go() {
         target: "/mnt/data".to_owned(),
         read_only: false,
         owner: Some((1000, 1001)),
+        grow: false,
     };
     let refused = |result: Result<(), GuestError>, wanted: RefusalKind| matches!(result, Err(GuestError::Refused(r)) if r.kind == wanted);
     assert!(

@@ -29,7 +29,17 @@ pub fn prepared(image: &str, resources: Resources, dirs: &Dirs) -> Prepared {
         secrets: Vec::new(),
     };
     let nothing = || Vec::new().into();
-    let spawn = Spawn { argv: Vec::new(), env: Vec::new(), path: Vec::new(), cwd: nothing(), uid: None, gid: None, container: None };
+    let spawn = Spawn {
+        argv: Vec::new(),
+        env: Vec::new(),
+        path: Vec::new(),
+        cwd: nothing(),
+        uid: None,
+        gid: None,
+        container: None,
+        mounts: Vec::new(),
+        top: None,
+    };
     let inside = InMachine {
         name: AttemptName { job: JobId(1), stage: 0, index: 0, number: 1, sequence: 1 },
         tenant: TenantId::new("public").unwrap(),
@@ -40,5 +50,5 @@ pub fn prepared(image: &str, resources: Resources, dirs: &Dirs) -> Prepared {
         dirs: dirs.clone(),
         has_files: false,
     };
-    Prepared { task, spawn, limits: Limits::default(), grace_ms: 1_000, inside: Some(Box::new(inside)) }
+    Prepared { task, spawn, limits: Limits::default(), grace_ms: 1_000, volumes: Vec::new(), inside: Some(Box::new(inside)) }
 }

@@ -21,6 +21,7 @@ use volley_worker::MachineConfig;
 use volley_worker::dirs::Dirs;
 use volley_worker::guest::{GuestError, Stream};
 use volley_worker::machines::{Machines, Wanted};
+use volley_worker::mounts::Mounts;
 use volley_worker::prepare::Prepared;
 use volley_worker::restore::RestoreError;
 use volley_worker::runtime::Machine;
@@ -221,7 +222,7 @@ impl Tier {
     }
 
     async fn restored(&mut self) -> Result<(), RestoreError> {
-        self.slots[0].restore(&self.prepared).await
+        self.slots[0].restore(&self.prepared, &mut Mounts::none()).await
     }
 
     /// Processes of machines, and files of the worker.
@@ -283,7 +284,8 @@ async fn what_a_sibling_said_confirms_nothing() {
     tier.lie(&[Lie::Nonce, Lie::Sibling]);
     let begun = Instant::now();
     let [first, second] = &mut tier.slots;
-    let both = tokio::join!(first.restore(&tier.prepared), second.restore(&tier.prepared));
+    let mut none = (Mounts::none(), Mounts::none());
+    let both = tokio::join!(first.restore(&tier.prepared, &mut none.0), second.restore(&tier.prepared, &mut none.1));
     eprintln!("given up after {:?}", begun.elapsed());
     for why in [both.0.unwrap_err(), both.1.unwrap_err()] {
         assert!(matches!(&why, RestoreError::Guest(GuestError::Silent { what: "the beginning of a session", .. })), "{why}");

@@ -60,7 +60,15 @@ async fn bring_up(qemu: &Qemu, vm: &mut Box<dyn Vm>, scratch: OwnedFd, nonce: u8
     let answer = begin.elapsed();
     guest.reseed([nonce; 64]).await.unwrap();
     let disk = Slot::SCRATCH.disk(qemu.capabilities());
-    let mount = Mount { disk, bytes: SCRATCH_BYTES, fs: "ext4".to_owned(), target: "/scratch".to_owned(), read_only: false, owner: None };
+    let mount = Mount {
+        disk,
+        bytes: SCRATCH_BYTES,
+        fs: "ext4".to_owned(),
+        target: "/scratch".to_owned(),
+        read_only: false,
+        owner: None,
+        grow: false,
+    };
     guest.mount(mount).await.unwrap();
     assert_eq!(sh(&guest, "cat /tmp/warm; echo mine > /scratch/mine; cat /scratch/mine").await, "warm\nmine");
     (guest, Took { swap, answer, exec: begin.elapsed() })
@@ -262,7 +270,8 @@ async fn a_volume_behind_nbd_whose_server_goes_away_and_comes_back() {
     let guest = session(vm.connect().await.unwrap(), 5, true).await;
     guest.reseed([5; 64]).await.unwrap();
     let disk = slot.disk(qemu.capabilities());
-    let mount = Mount { disk, bytes: 32 << 20, fs: "ext4".to_owned(), target: "/volume".to_owned(), read_only: false, owner: None };
+    let mount =
+        Mount { disk, bytes: 32 << 20, fs: "ext4".to_owned(), target: "/volume".to_owned(), read_only: false, owner: None, grow: false };
     guest.mount(mount).await.unwrap();
     assert_eq!(sh(&guest, "echo before > /volume/before; sync; echo done").await, "done");
     let bytes = server.stop(&socket);

@@ -7,6 +7,7 @@ use std::ffi::CString;
 use std::fs::{self, File};
 use std::io;
 use std::os::fd::AsRawFd;
+use std::os::unix::ffi::OsStringExt;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
@@ -27,6 +28,8 @@ const SECTOR_BYTES: u64 = 512;
 /// `_IOWR('X', 119, int)` and `_IOWR('X', 120, int)` of linux/fs.h.
 const FIFREEZE: libc::c_ulong = 0xC004_5877;
 const FITHAW: libc::c_ulong = 0xC004_5878;
+/// `_IOW('f', 16, __u64)` of fs/ext4/ext4.h.
+const EXT4_IOC_RESIZE_FS: libc::c_ulong = 0x4008_6610;
 
 /// Mounts a disk.
 pub fn mount(mount: &Mount) -> Answer {
@@ -53,10 +56,23 @@ fn try_mount(name: &str, mount: &Mount) -> io::Result<()> {
     }
     let options: Option<&std::ffi::CStr> = None;
     rustix::mount::mount(format!("/dev/{name}"), &mount.target, &mount.fs, flags, options)?;
+    if mount.grow && !mount.read_only {
+        grow(Path::new(&mount.target), mount.bytes)?;
+    }
     if let Some((uid, gid)) = mount.owner.filter(|_| !mount.read_only) {
         std::os::unix::fs::chown(&mount.target, Some(uid), Some(gid))?;
     }
     Ok(())
+}
+
+/// Makes an ext4 file system as large as its disk. One that is so already is left as it is.
+fn grow(target: &Path, bytes: u64) -> io::Result<()> {
+    let dir = File::open(target)?;
+    let block = u64::try_from(rustix::fs::fstatfs(&dir)?.f_bsize).unwrap_or_default();
+    let blocks = bytes.checked_div(block).ok_or(io::ErrorKind::InvalidData)?;
+    // SAFETY: the request reads one number, which lives as long as the call.
+    let result = unsafe { libc::ioctl(dir.as_raw_fd(), EXT4_IOC_RESIZE_FS, &raw const blocks) };
+    if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
 /// Mounts a disk and makes directories on it.
@@ -164,6 +180,66 @@ pub fn freeze(target: &str, on: bool) -> Answer {
     }
 }
 
+/// Has everything on a disk that was written to its file system, and holds whatever would be written yet. The file system is found by its disk: whoever
+/// runs here may have mounted it elsewhere too, or something else in its place.
+pub fn settle(disk: &Disk) -> Answer {
+    let Some(name) = find(disk) else {
+        return Answer::Refused(Refusal::new(RefusalKind::NotFound, format!("there is no disk {disk:?}")));
+    };
+    match try_settle(&name) {
+        Ok(()) => Answer::Done,
+        Err(e) => refused(format_args!("writing out what is on {name}"), &e),
+    }
+}
+
+fn try_settle(name: &str) -> io::Result<()> {
+    let number = fs::read_to_string(format!("/sys/block/{name}/dev"))?;
+    let number = number.trim();
+    let device = number.split_once(':').and_then(|(major, minor)| Some(rustix::fs::makedev(major.parse().ok()?, minor.parse().ok()?)));
+    let mounts = fs::read_to_string("/proc/self/mountinfo")?;
+    let of_disk = mounts.lines().map(|line| line.split(' ')).filter_map(|mut fields| {
+        let this = fields.nth(2) == Some(number);
+        fields.nth(1).filter(|_| this)
+    });
+    for place in of_disk {
+        // What lies above it hides it; then it is found at another place, or not unmounted, which is told below.
+        let Ok(dir) = File::open(unescaped(place)) else { continue };
+        if rustix::fs::fstat(&dir).is_ok_and(|found| Some(found.st_dev) == device) {
+            // SAFETY: this request ignores its argument.
+            let result = unsafe { libc::ioctl(dir.as_raw_fd(), FIFREEZE, 0) };
+            return match io::Error::last_os_error() {
+                // The task froze it itself.
+                busy if result < 0 && busy.raw_os_error() == Some(libc::EBUSY) => Ok(()),
+                e if result < 0 => Err(e),
+                _ => Ok(()),
+            };
+        }
+    }
+    // Not mounted any more: what was written is on its way. Nobody else can have it, or this is refused.
+    let flags = rustix::fs::OFlags::RDWR | rustix::fs::OFlags::EXCL | rustix::fs::OFlags::CLOEXEC;
+    let disk = rustix::fs::open(format!("/dev/{name}"), flags, Mode::empty())?;
+    Ok(rustix::fs::fsync(disk)?)
+}
+
+/// A path as it stands in the kernel's list of mounts: some characters are written as a backslash and three octal digits.
+fn unescaped(text: &str) -> std::path::PathBuf {
+    let (mut bytes, mut rest) = (Vec::with_capacity(text.len()), text.as_bytes());
+    while let Some((first, behind)) = rest.split_first() {
+        let digits = behind.get(..3).filter(|_| *first == b'\\').and_then(|digits| std::str::from_utf8(digits).ok());
+        match digits.and_then(|digits| u8::from_str_radix(digits, 8).ok()) {
+            Some(byte) => {
+                bytes.push(byte);
+                rest = behind.get(3..).unwrap_or_default();
+            }
+            None => {
+                bytes.push(*first);
+                rest = behind;
+            }
+        }
+    }
+    std::ffi::OsString::from_vec(bytes).into()
+}
+
 /// Writes out, unmounts what was mounted from a disk, and switches the machine off. Does not come back when that works.
 ///
 /// # Errors
@@ -183,4 +259,16 @@ pub fn switch_off() -> io::Result<()> {
 /// Is the file system full, rather than broken?
 pub fn kind_of(e: &io::Error) -> RefusalKind {
     if files::is_full(e) { RefusalKind::NoSpace } else { RefusalKind::System }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn places_of_mounts_are_read_as_the_kernel_writes_them() {
+        for (text, path) in [("/data", "/data"), ("/a\\040b\\134c", "/a b\\c"), ("/x\\9", "/x\\9"), ("/y\\04", "/y\\04")] {
+            assert_eq!(unescaped(text), Path::new(path), "{text}");
+        }
+    }
 }

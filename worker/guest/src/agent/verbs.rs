@@ -73,6 +73,7 @@ fn carry_out(agent: &Agent, call: &Call, request: &[u8]) {
         Request::Unmount { target } => call.finish(&disks::unmount(&target)),
         Request::Freeze { target } => call.finish(&disks::freeze(&target, true)),
         Request::Thaw { target } => call.finish(&disks::freeze(&target, false)),
+        Request::Settle { disk } => call.finish(&disks::settle(&disk)),
         Request::Hold { hold } => call.finish(&hold_commands(agent, hold)),
         Request::Stats => call.finish(&Answer::Stats(stats::read())),
         Request::SetIdentity(identity) => call.finish(&identity::set(&identity)),
@@ -108,6 +109,7 @@ fn changes_machine(request: &Request) -> bool {
         | Request::SetClock { .. }
         | Request::SetIdentity(_)
         | Request::Freeze { .. }
+        | Request::Settle { .. }
         | Request::Thaw { .. } => true,
         Request::Hello
         | Request::Exec(_)

@@ -9,12 +9,13 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use minicbor::bytes::ByteArray;
 use volley_jobspecs::wire::guest::{Dir, Furnish, Identity, Mount, User};
 
-use super::{OUT, SCRATCH, TMP, WORK};
+use super::{OUT, SCRATCH, TMP, WORK, volumes};
 use crate::cgroup::Limits;
 use crate::guest::{Guest, GuestError};
 use crate::image::oci::Config as ImageConfig;
 use crate::machines::groups::Group;
 use crate::machines::{Found, Machines, ScratchDisk};
+use crate::mounts::{Mounts, Plan};
 use crate::prepare::InMachine;
 use crate::restore::RestoreError;
 use crate::standby::Standing;
@@ -24,8 +25,8 @@ use crate::vmm::{Disk, Slot, Source, Vm};
 
 /// How long the first answer may take. An emulated machine answers within half a second; many at once on a busy host take longer.
 const ANSWER_WAIT: Duration = Duration::from_secs(30);
-/// The kind of file system on a scratch disk.
-const FILE_SYSTEM: &str = "ext4";
+/// The kind of file system on a scratch disk, and on volumes.
+pub const FILE_SYSTEM: &str = "ext4";
 /// Modes: whoever the image's user is, its processes work here, and all of the machine is the task's.
 const DIR_MODE: u32 = 0o777;
 const TMP_MODE: u32 = 0o1777;
@@ -60,29 +61,33 @@ pub struct Place<'a> {
     pub disk: Option<u64>,
     /// What it may use of its host.
     pub limits: Limits,
+    /// The volumes it gets.
+    pub volumes: &'a [Plan],
 }
 
 /// Makes one: one that waits if one does, else a new one. When one that waited turns out to be of no use, a new one is made.
 ///
 /// # Errors
 /// [`RestoreError`]; the machine is gone.
-pub async fn make(machines: &Machines, found: &Found, place: &Place<'_>) -> Result<Ready, RestoreError> {
-    let ready = make_one(machines, found, place).await;
+pub async fn make(machines: &Machines, found: &Found, place: &Place<'_>, mounts: &mut Mounts) -> Result<Ready, RestoreError> {
+    let ready = make_one(machines, found, place, mounts).await;
     machines.standby.refill();
     ready
 }
 
-async fn make_one(machines: &Machines, found: &Found, place: &Place<'_>) -> Result<Ready, RestoreError> {
+async fn make_one(machines: &Machines, found: &Found, place: &Place<'_>, mounts: &mut Mounts) -> Result<Ready, RestoreError> {
     let disk = place.disk.unwrap_or(volley_jobspecs::machine::DISK_BYTES_DEFAULT);
     if let Some(standing) = machines.standby.take(&found.template) {
-        match confirm(machines, standing, found, place, machines.scratch.make(disk).await?).await {
+        match confirm(machines, standing, found, place, machines.scratch.make(disk).await?, mounts).await {
             Ok(ready) => return Ok(ready),
+            // Another machine would not have them either.
+            Err(why @ RestoreError::Mounts(_)) => return Err(why),
             Err(why) => tracing::warn!("a machine that waited is of no use: {}; another is made", crate::chain(&why)),
         }
     }
     let restored = Standing::restore(&*machines.vmm, &machines.groups, &found.template);
     let (scratch, standing) = tokio::join!(machines.scratch.make(disk), restored);
-    confirm(machines, standing?, found, place, scratch?).await
+    confirm(machines, standing?, found, place, scratch?, mounts).await
 }
 
 /// Has one become ready, within its limits; else nothing is left of it.
@@ -92,10 +97,11 @@ async fn confirm(
     found: &Found,
     place: &Place<'_>,
     scratch: ScratchDisk,
+    mounts: &mut Mounts,
 ) -> Result<Ready, RestoreError> {
     let Standing { mut vm, mut group } = standing;
     let confirmed = match group.limit(place.limits) {
-        Ok(()) => confirm_it(machines, &mut *vm, found, place, scratch).await,
+        Ok(()) => confirm_it(machines, &mut *vm, found, place, scratch, mounts).await,
         Err(why) => Err(why.into()),
     };
     match confirmed {
@@ -125,6 +131,7 @@ async fn confirm_it(
     found: &Found,
     place: &Place<'_>,
     mut scratch: ScratchDisk,
+    mounts: &mut Mounts,
 ) -> Result<Confirmed, RestoreError> {
     let (bytes, mut laps) = (scratch.bytes, Laps::begin());
     if let Some(file) = scratch.file.take() {
@@ -132,6 +139,7 @@ async fn confirm_it(
     }
     // The machine holds it; its name is not needed any more.
     drop(scratch);
+    volumes::plug(machines, vm, place.volumes, mounts).await?;
     laps.end();
     vm.resume().await?;
     let guest = greeted(machines, vm).await?;
@@ -187,7 +195,7 @@ async fn greeted(machines: &Machines, vm: &dyn Vm) -> Result<Guest, RestoreError
 
 fn furniture(machines: &Machines, bytes: u64, user: Option<User>) -> Furnish {
     let disk = Slot::SCRATCH.disk(machines.vmm.capabilities());
-    let mount = Mount { disk, bytes, fs: FILE_SYSTEM.to_owned(), target: SCRATCH.to_owned(), read_only: false, owner: None };
+    let mount = Mount { disk, bytes, fs: FILE_SYSTEM.to_owned(), target: SCRATCH.to_owned(), read_only: false, owner: None, grow: false };
     let dir = |path: &str, mode, also: Option<&str>| {
         let name = path.rsplit('/').next().unwrap_or_default().to_owned();
         Dir { name, mode, also: also.map(str::to_owned) }

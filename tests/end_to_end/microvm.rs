@@ -44,12 +44,17 @@ fn busybox(files: &Path) -> Result<(), String> {
 
 /// A cluster with one slot for machines, and what was said of the image that was imported for them.
 pub fn with_image() -> Option<(Cluster, Value)> {
+    with_image_in(&["--isolation", "process,microvm", "--slots", "1", "--template-memory", "1GiB"])
+}
+
+/// The same, of a cluster that is started with these arguments.
+pub fn with_image_in(args: &[&str]) -> Option<(Cluster, Value)> {
     let files = tempfile::tempdir().unwrap();
     if let Err(why) = busybox(files.path()) {
         eprintln!("skipped: {why}");
         return None;
     }
-    let cluster = Cluster::up_with(&["--isolation", "process,microvm", "--slots", "1", "--template-memory", "1GiB"])?;
+    let cluster = Cluster::up_with(args)?;
     let (images, from) = (cluster.path("cluster").join("worker/images"), format!("dir:{}", files.path().display()));
     let imported = cluster.ask(&["image", "--images", images.to_str().unwrap(), "import", &from]);
     Some((cluster, imported))

@@ -57,7 +57,7 @@ pub struct Collected {
 #[derive(Debug, thiserror::Error)]
 pub enum CollectError {
     /// Somebody else is at it.
-    #[error("{name} collects; it is given up if that is not done by {until_ms} (milliseconds since 1970)")]
+    #[error("{name} collects already; ask again when that is done, within an hour at most")]
     Busy {
         /// Who.
         name: String,

@@ -109,8 +109,9 @@ impl MountError {
     pub fn is_blameless(&self) -> bool {
         match self {
             Self::Volume { why, .. } => why.blameless(),
-            Self::NotGiven { .. } => true,
-            Self::Off(_) | Self::Slow { .. } | Self::Show { .. } | Self::Guest { .. } => false,
+            // What is at the place where it is shown, and whether its machine lets go of it, is its tenant's.
+            Self::NotGiven { .. } | Self::Slow { .. } | Self::Show { .. } | Self::Guest { .. } => true,
+            Self::Off(_) => false,
         }
     }
 

@@ -164,9 +164,11 @@ impl RestoreError {
     pub fn is_blameless(&self) -> bool {
         match self {
             Self::Template(TemplateError::Build(why)) => why.is_blameless(),
-            // What is in a machine is its tenant's, from the image and the warm-up on: one that does not confirm must not take the worker from others. A host
-            // that can't run machines is told by its VMMs and by templates that don't boot.
-            Self::Guest(_) => true,
+            // What runs in a machine is its tenant's, from the image and the warm-up on, and it can do anything that a machine can: not confirm, lie, hang or end
+            // its VMM, at any moment. None of it must take the worker from others. A host that can't run machines is told by what comes before a guest
+            // runs: processes, files, limits.
+            Self::Guest(_) | Self::Inputs(FilesError::Guest(_)) | Self::NotUnique | Self::HostMemory { .. } => true,
+            Self::Vmm(why) => why.is_of_guest(),
             Self::Root(RootError::Find(why)) | Self::Template(TemplateError::Image(why)) => {
                 matches!(why, FindError::Missing { .. } | FindError::Several { .. })
             }
@@ -189,6 +191,7 @@ mod tests {
     use volley_jobspecs::wire::guest::Refusal;
 
     use super::*;
+    use crate::vmm::Kind;
 
     #[test]
     fn what_a_machine_says_does_not_speak_against_its_worker() {
@@ -198,6 +201,16 @@ mod tests {
         );
         assert_eq!(refused(RefusalKind::System).class(), FailureClass::RestoreFailed);
         assert_eq!(refused(RefusalKind::NoUser).class(), FailureClass::InputMissing);
-        assert!(!RestoreError::NotUnique.is_blameless() && !RestoreError::Random(String::new()).is_blameless());
+        let lost = || GuestError::Lost("it hung up".to_owned());
+        assert!(RestoreError::NotUnique.is_blameless() && RestoreError::Inputs(FilesError::Guest(lost())).is_blameless());
+        let (vmm, what) = (Kind::Qemu, "stop".to_owned());
+        let ended = || VmmError::Ended { vmm, what: what.clone(), end: "exit code 0".to_owned(), said: String::new() };
+        let io = || VmmError::Io { what: what.clone(), source: io::Error::other("no") };
+        assert!(RestoreError::Vmm(ended()).is_blameless() && !RestoreError::Vmm(io()).is_blameless());
+        let saving = |source| BuildError::Vmm { stage: "saving the machine", source, console: String::new() };
+        let built = |why| RestoreError::Template(TemplateError::Build(std::sync::Arc::new(why))).is_blameless();
+        assert!(built(saving(ended())) && !built(saving(io())));
+        assert!(built(BuildError::Guest { stage: "the machine's boot", source: lost(), console: String::new() }));
+        assert!(!RestoreError::Random(String::new()).is_blameless());
     }
 }

@@ -132,6 +132,14 @@ pub enum VmmError {
     Slot(String),
 }
 
+impl VmmError {
+    /// May it be a guest's doing? It can end its VMM at any moment, by switching itself off, and keep it from answering.
+    #[must_use]
+    pub fn is_of_guest(&self) -> bool {
+        matches!(self, Self::Ended { .. } | Self::Silent { .. })
+    }
+}
+
 /// A kind of VMM.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Kind {

@@ -27,8 +27,7 @@ pub async fn collect(State(app): State<Arc<App>>, caller: Caller, query: QueryOf
     if super::submit::level(&app).await? < LEVEL_VOLUMES {
         return Err(ApiError::unavailable("not every coordinator of the cluster knows volumes yet; upgrade all of them"));
     }
-    let name = format!("an operator, on coordinator {}", app.cluster);
-    match run(&app.volumes, &app.handle, &name, dry_run).await {
+    match run(&app.volumes, &app.handle, "an operator", dry_run).await {
         Ok(collected) => Ok(Json(view(collected))),
         Err(error @ CollectVolumesError::Collect(CollectError::Busy { .. } | CollectError::Overtaken)) => {
             Err(ApiError::new(StatusCode::CONFLICT, "conflict", error.to_string()))

@@ -109,7 +109,7 @@ impl Collector {
             self.store.abort_stale_uploads(prefix, now_ms.saturating_sub(UNFINISHED_MS)).await?;
         }
         if self.volumes.are_offered() && level >= LEVEL_VOLUMES && *volumes_next <= Instant::now() {
-            let done = collect(&self.volumes, &self.handle, &self.name, false).await?;
+            let done = collect(&self.volumes, &self.handle, &format!("coordinator {}", self.name), false).await?;
             tracing::info!(deleted = done.deleted.0, bytes = done.deleted.1, condemned = done.condemned.0, "collected what volumes left");
             *volumes_next = Instant::now() + VOLUMES_EVERY;
         }

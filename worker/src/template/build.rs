@@ -64,8 +64,6 @@ pub enum BuildError {
     Guest {
         /// At what.
         stage: &'static str,
-        /// Had the job's own commands run in the machine by then? They may do with it what they like.
-        warm: bool,
         /// What it says.
         source: GuestError,
         /// As above.
@@ -88,8 +86,6 @@ pub enum BuildError {
     Late {
         /// At what.
         stage: &'static str,
-        /// As above.
-        warm: bool,
         /// Its time.
         after: Duration,
         /// As above.
@@ -168,11 +164,16 @@ impl BuildError {
         matches!(self, Self::Elsewhere { .. } | Self::Remembered { .. })
     }
 
-    /// Does it say nothing of this worker? What commands of a warm-up have done to their machine may show at any later step.
+    /// Does it say nothing of this worker? What an image and a warm-up do to their machine may show at any step, also as the end of its VMM.
     #[must_use]
     pub fn is_blameless(&self) -> bool {
-        // What is known was counted when it was built, where it was built.
-        self.is_known() || matches!(self, Self::TooLarge { .. } | Self::Guest { warm: true, .. } | Self::Late { warm: true, .. })
+        match self {
+            // What is known was counted when it was built, where it was built.
+            Self::Elsewhere { .. } | Self::Remembered { .. } => true,
+            Self::TooLarge { .. } | Self::WarmUp { .. } | Self::Guest { .. } | Self::Late { .. } => true,
+            Self::Vmm { source, .. } => source.is_of_guest(),
+            Self::NoRoom(_) | Self::File { .. } | Self::Random(_) | Self::Ended(_) | Self::Away(_) => false,
+        }
     }
 
     /// Without what the machine and its commands said.
@@ -232,8 +233,6 @@ pub struct Builder {
 struct Build<'a> {
     builder: &'a Builder,
     deadline: Instant,
-    /// Did the job's own commands run?
-    warm: bool,
 }
 
 impl Builder {
@@ -242,7 +241,7 @@ impl Builder {
     /// # Errors
     /// [`BuildError`]; nothing is left of the machine.
     pub async fn build(&self, recipe: &Recipe) -> Result<(Snapshot, u32), BuildError> {
-        let mut build = Build { builder: self, deadline: Instant::now() + self.time_max, warm: false };
+        let build = Build { builder: self, deadline: Instant::now() + self.time_max };
         self.check(recipe).await?;
         let root = self.open_root()?;
         let boot = Boot {
@@ -255,7 +254,6 @@ impl Builder {
         };
         let vm = build.vmm("starting the machine", None, self.vmm.boot(boot)).await?;
         let guest = build.session(&*vm, "the machine's boot", false).await?;
-        build.warm = !recipe.warm_up.is_empty();
         for (number, warm_up) in recipe.warm_up.iter().enumerate() {
             let defaults = prepare::of_every_command(ROOT_HOME);
             // The later counts.
@@ -303,7 +301,7 @@ impl Builder {
     /// # Errors
     /// [`BuildError`].
     pub async fn prove(&self, snapshot: &Snapshot, time_max: Duration) -> Result<(), BuildError> {
-        Build { builder: self, deadline: Instant::now() + time_max, warm: false }.trial(snapshot).await
+        Build { builder: self, deadline: Instant::now() + time_max }.trial(snapshot).await
     }
 }
 
@@ -329,7 +327,7 @@ impl Build<'_> {
         match greeted {
             Ok((guest, _hello)) => Ok(guest),
             Err(GreetError::Guest(GuestError::Silent { .. })) if Instant::now() >= self.deadline => Err(self.late(stage, Some(vm))),
-            Err(GreetError::Guest(source)) => Err(BuildError::Guest { stage, warm: self.warm, source, console: console(Some(vm)) }),
+            Err(GreetError::Guest(source)) => Err(BuildError::Guest { stage, source, console: console(Some(vm)) }),
             Err(GreetError::Vmm(source)) => Err(BuildError::Vmm { stage, source, console: console(Some(vm)) }),
             Err(GreetError::Random(why)) => Err(BuildError::Random(why)),
         }
@@ -355,7 +353,7 @@ impl Build<'_> {
             }
             Ok(Err(GuestError::Refused(refusal))) => format!("did not start: {}", refusal.text),
             Ok(Err(GuestError::Lost(why))) => format!("ended its machine: {why}{}", console(Some(vm))),
-            Ok(Err(source)) => return Err(BuildError::Guest { stage: "its warm-up", warm: true, source, console: console(Some(vm)) }),
+            Ok(Err(source)) => return Err(BuildError::Guest { stage: "its warm-up", source, console: console(Some(vm)) }),
             Err(_late) => format!("did not end within {} s, which a template's build may take in all", self.builder.time_max.as_secs()),
         };
         let said = match said.map(|said| said.last_lines()) {
@@ -383,13 +381,13 @@ impl Build<'_> {
     async fn guest<T>(&self, stage: &'static str, vm: &dyn Vm, done: impl Future<Output = Result<T, GuestError>>) -> Result<T, BuildError> {
         match tokio::time::timeout_at(self.deadline, done).await {
             Ok(Ok(done)) => Ok(done),
-            Ok(Err(source)) => Err(BuildError::Guest { stage, warm: self.warm, source, console: console(Some(vm)) }),
+            Ok(Err(source)) => Err(BuildError::Guest { stage, source, console: console(Some(vm)) }),
             Err(_late) => Err(self.late(stage, Some(vm))),
         }
     }
 
     fn late(&self, stage: &'static str, vm: Option<&dyn Vm>) -> BuildError {
-        BuildError::Late { stage, warm: self.warm, after: self.builder.time_max, console: console(vm) }
+        BuildError::Late { stage, after: self.builder.time_max, console: console(vm) }
     }
 }
 
@@ -452,7 +450,7 @@ mod tests {
     #[test]
     fn in_short_an_error_says_nothing_of_the_console() {
         let console = "; its console said last: panic".to_owned();
-        let late = BuildError::Late { stage: "the machine's boot", warm: false, after: Duration::from_secs(240), console };
+        let late = BuildError::Late { stage: "the machine's boot", after: Duration::from_secs(240), console };
         assert!(late.to_string().ends_with("panic"));
         assert_eq!(late.brief(), "building a template did not end within 240 s; it was at the machine's boot");
         let (command, end, said) = ("false".to_owned(), "ended with exit code 1".to_owned(), "it said nothing".to_owned());

@@ -189,7 +189,12 @@ fn volumes_table(volumes: &[VolumeView]) -> String {
 
 fn collected_text(of: &CollectedView, dry_run: bool) -> String {
     let of_bytes = |objects: u64, bytes: u64| format!("{}, {}", count(objects, "object"), units::bytes(bytes));
-    let mut text = format!("{} and {}: {}\n", count(of.volumes, "volume"), count(of.snapshots, "snapshot"), of_bytes(of.objects, of.bytes));
+    let mut text = format!(
+        "in the bucket, removed ones too: {} and {}, {}\n",
+        count(of.volumes, "volume"),
+        count(of.snapshots, "snapshot"),
+        of_bytes(of.objects, of.bytes)
+    );
     let waiting = (of.condemned_objects.saturating_sub(of.deleted_objects), of.condemned_bytes.saturating_sub(of.deleted_bytes));
     text.push_str(&format!(
         "{}: {}\n",

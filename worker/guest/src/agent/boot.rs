@@ -20,6 +20,7 @@ use rustix::fs::{Mode, OFlags};
 use rustix::mount::MountFlags;
 
 use super::Transport;
+use super::disks::make_place;
 
 /// Where the modules lie in the RAM disk, and the file that lists them in the order in which they are loaded.
 pub const MODULES_DIR: &str = "/modules";
@@ -179,7 +180,7 @@ fn enter_root(disk: &Path, kind: &str) -> Result<(), BootError> {
     mount(Path::new("overlay"), ROOT, "overlay", MountFlags::empty(), &layers)?;
     for dir in ["/dev", "/proc", "/sys", "/run"] {
         let target = format!("{ROOT}{dir}");
-        fs::create_dir_all(&target).map_err(at(target.clone()))?;
+        make_place(Path::new(&target)).map_err(at(target.clone()))?;
         rustix::mount::mount_move(dir, &target).map_err(|e| at(format!("moving {dir}"))(e.into()))?;
     }
     let moved = rustix::process::chdir(ROOT)

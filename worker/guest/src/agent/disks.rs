@@ -116,7 +116,7 @@ fn make(top: &Path, dir: &Dir, owner: Option<(u32, u32)>) -> io::Result<()> {
 }
 
 /// A directory to mount on. What an image or a warm-up has of that name and is none gives way, as in a container.
-fn make_place(path: &Path) -> io::Result<()> {
+pub fn make_place(path: &Path) -> io::Result<()> {
     if fs::metadata(path).is_ok_and(|there| there.is_dir()) {
         return Ok(());
     }

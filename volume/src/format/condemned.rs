@@ -10,7 +10,7 @@ use std::collections::BTreeMap;
 use minicbor::{Decode, Encode};
 
 use super::FormatError;
-use super::envelope::{Form, decode, encode, read, write};
+use super::envelope::{Form, read_open, write_open};
 
 /// Its key.
 pub const KEY: &str = "gc/condemned";
@@ -49,7 +49,7 @@ impl Condemned {
     /// # Errors
     /// [`FormatError::Make`].
     pub fn write(&self) -> Result<Vec<u8>, FormatError> {
-        write(FORM, &encode(FORM.what, self)?, None)
+        write_open(FORM, self)
     }
 
     /// Reads one.
@@ -57,9 +57,7 @@ impl Condemned {
     /// # Errors
     /// [`FormatError`].
     pub fn read(bytes: &[u8]) -> Result<Self, FormatError> {
-        let envelope = read(FORM, bytes)?;
-        envelope.nothing_sealed()?;
-        decode(FORM.what, envelope.open)
+        read_open(FORM, bytes)
     }
 }
 

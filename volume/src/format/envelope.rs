@@ -109,11 +109,7 @@ impl Opened<'_> {
         Ok(plain)
     }
 
-    /// Makes sure that nothing is sealed.
-    ///
-    /// # Errors
-    /// [`FormatError::Field`].
-    pub fn nothing_sealed(&self) -> Result<(), FormatError> {
+    fn nothing_sealed(&self) -> Result<(), FormatError> {
         match self.sealed.len() {
             0 => Ok(()),
             bytes => Err(FormatError::Field { what: self.form.what, field: "sealed bytes", value: bytes as u64 }),
@@ -125,6 +121,24 @@ fn sum(bytes: &[u8]) -> [u8; SUM_BYTES] {
     let mut sum = [0; SUM_BYTES];
     sum.copy_from_slice(&blake3::hash(bytes).as_bytes()[..SUM_BYTES]);
     sum
+}
+
+/// Writes a record of which nothing is sealed.
+///
+/// # Errors
+/// [`FormatError::Make`].
+pub fn write_open<T: minicbor::Encode<()>>(form: Form, record: &T) -> Result<Vec<u8>, FormatError> {
+    write(form, &encode(form.what, record)?, None)
+}
+
+/// Reads one.
+///
+/// # Errors
+/// [`FormatError`].
+pub fn read_open<'b, T: minicbor::Decode<'b, ()>>(form: Form, bytes: &'b [u8]) -> Result<T, FormatError> {
+    let envelope = read(form, bytes)?;
+    envelope.nothing_sealed()?;
+    decode(form.what, envelope.open)
 }
 
 /// Decodes CBOR that must be used up to its end.

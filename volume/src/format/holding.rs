@@ -10,7 +10,7 @@ use minicbor::{Decode, Encode};
 use volley_jobspecs::ids::VolumeId;
 
 use super::FormatError;
-use super::envelope::{Form, decode, encode, read, write};
+use super::envelope::{Form, read_open, write_open};
 
 const FORM: Form = Form { what: "a volume's holding", magic: *b"VVHO", version: 1, bytes_max: HOLDING_BYTES_MAX };
 /// Largest holding: a head and some fields.
@@ -42,7 +42,7 @@ impl Holding {
     /// # Errors
     /// [`FormatError::Make`].
     pub fn write(&self) -> Result<Vec<u8>, FormatError> {
-        write(FORM, &encode(FORM.what, self)?, None)
+        write_open(FORM, self)
     }
 
     /// Reads one.
@@ -50,9 +50,7 @@ impl Holding {
     /// # Errors
     /// [`FormatError`].
     pub fn read(bytes: &[u8]) -> Result<Self, FormatError> {
-        let envelope = read(FORM, bytes)?;
-        envelope.nothing_sealed()?;
-        decode(FORM.what, envelope.open)
+        read_open(FORM, bytes)
     }
 }
 

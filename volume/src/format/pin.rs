@@ -6,7 +6,7 @@ use minicbor::{Decode, Encode};
 use volley_jobspecs::ids::SnapshotId;
 
 use super::FormatError;
-use super::envelope::{Form, decode, encode, read, write};
+use super::envelope::{Form, read_open, write_open};
 
 const FORM: Form = Form { what: "a pin", magic: *b"VVPN", version: 1, bytes_max: PIN_BYTES_MAX };
 /// Largest pin: it has three short fields.
@@ -32,7 +32,7 @@ impl Pin {
     /// # Errors
     /// [`FormatError::Make`] for an owner that is too long.
     pub fn write(&self) -> Result<Vec<u8>, FormatError> {
-        write(FORM, &encode(FORM.what, self)?, None)
+        write_open(FORM, self)
     }
 
     /// Reads one.
@@ -40,9 +40,7 @@ impl Pin {
     /// # Errors
     /// [`FormatError`].
     pub fn read(bytes: &[u8]) -> Result<Self, FormatError> {
-        let envelope = read(FORM, bytes)?;
-        envelope.nothing_sealed()?;
-        decode(FORM.what, envelope.open)
+        read_open(FORM, bytes)
     }
 }
 

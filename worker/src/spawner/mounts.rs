@@ -12,6 +12,7 @@ use std::path::{Component, Path, PathBuf};
 use rustix::fs::{AtFlags, Gid, Mode, OFlags, ResolveFlags, Uid};
 use rustix::io::Errno;
 use rustix::mount::{MoveMountFlags, UnmountFlags};
+use volley_guest::mountinfo;
 
 use super::proto::ShowMount;
 use crate::beneath;
@@ -159,7 +160,7 @@ pub fn copy_of(dir: &Path) -> io::Result<OwnedFd> {
 /// Leaves out of this namespace everything that is mounted below `dir`: copies of other tasks' volumes, which would be held by them.
 pub fn hide_below(dir: &Path) {
     let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
-    let places = mounts.lines().filter_map(|line| line.split(' ').nth(4)).map(PathBuf::from);
+    let places = mounts.lines().filter_map(mountinfo::read).map(|mounted| mounted.place);
     // What was mounted last lies above what was there before.
     for place in places.filter(|place| place.starts_with(dir)).collect::<Vec<_>>().into_iter().rev() {
         // What can't be left out is only held longer.

@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
 use rustix::mount::{MountFlags, UnmountFlags, mount, unmount};
+use volley_guest::mountinfo::{self, Mounted};
 
 /// How long something that was in use a moment ago may take to be free: what was killed lets go of its files, and the kernel of the loop device.
 const BUSY_WAIT: Duration = Duration::from_secs(10);
@@ -232,43 +233,17 @@ fn attach(file: &Path) -> Result<(String, File), MountError> {
 /// The list of mounts can't be read.
 pub fn clear_below(dir: &Path) -> io::Result<()> {
     let table = std::fs::read_to_string("/proc/self/mountinfo")?;
-    let mut below: Vec<(PathBuf, bool)> = table.lines().filter_map(mounted).filter(|(path, _)| path.starts_with(dir)).collect();
+    let mut below: Vec<Mounted<'_>> = table.lines().filter_map(mountinfo::read).filter(|found| found.place.starts_with(dir)).collect();
     // What waits for a server that is gone goes on, with errors.
-    for (path, _) in below.iter().filter(|(_, fuse)| *fuse) {
-        let _ = unmount(path, UnmountFlags::FORCE | UnmountFlags::NOFOLLOW);
+    for found in below.iter().filter(|found| found.kind.starts_with("fuse")) {
+        let _ = unmount(&found.place, UnmountFlags::FORCE | UnmountFlags::NOFOLLOW);
     }
-    while let Some((path, _)) = below.pop() {
+    while let Some(Mounted { place: path, .. }) = below.pop() {
         if let Err(e) = unmount(&path, UnmountFlags::DETACH | UnmountFlags::NOFOLLOW) {
             tracing::warn!(path = %path.display(), error = %e, "what a worker before this one had mounted can't be unmounted");
         }
     }
     Ok(())
-}
-
-/// Where a line of /proc/self/mountinfo says that something is mounted, and whether it is FUSE (proc_pid_mountinfo(5)).
-fn mounted(line: &str) -> Option<(PathBuf, bool)> {
-    let path = line.split(' ').nth(4)?;
-    let kind = line.split_once(" - ")?.1.split(' ').next()?;
-    Some((unescaped(path), kind.starts_with("fuse")))
-}
-
-/// Spaces and the like are written as a backslash and three octal digits.
-fn unescaped(text: &str) -> PathBuf {
-    let (mut bytes, mut rest) = (Vec::new(), text.as_bytes());
-    while let Some((first, behind)) = rest.split_first() {
-        let digits = behind.get(..3).filter(|_| *first == b'\\').and_then(|digits| std::str::from_utf8(digits).ok());
-        match digits.and_then(|digits| u8::from_str_radix(digits, 8).ok()) {
-            Some(byte) => {
-                bytes.push(byte);
-                rest = behind.get(3..).unwrap_or_default();
-            }
-            None => {
-                bytes.push(*first);
-                rest = behind;
-            }
-        }
-    }
-    PathBuf::from(<std::ffi::OsString as std::os::unix::ffi::OsStringExt>::from_vec(bytes))
 }
 
 #[cfg(test)]
@@ -278,14 +253,5 @@ mod tests {
     #[test]
     fn the_kernels_structures_have_its_sizes() {
         assert_eq!((size_of::<LoopInfo>(), size_of::<LoopConfig>()), (232, 304));
-    }
-
-    #[test]
-    fn mounts_are_read() {
-        let line = "3321 29 0:93 / /a\\040b/1/file rw,nosuid shared:1 - fuse.volley volley-volume rw,user_id=0";
-        assert_eq!(mounted(line), Some(("/a b/1/file".into(), true)));
-        assert_eq!(mounted("1 2 7:1 / /t rw - ext4 /dev/loop1 rw"), Some(("/t".into(), false)));
-        assert_eq!(mounted("nonsense"), None);
-        assert_eq!(unescaped("\\9\\1"), PathBuf::from("\\9\\1"));
     }
 }

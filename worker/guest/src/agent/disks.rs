@@ -7,7 +7,6 @@ use std::ffi::CString;
 use std::fs::{self, File};
 use std::io;
 use std::os::fd::AsRawFd;
-use std::os::unix::ffi::OsStringExt;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
@@ -17,7 +16,7 @@ use volley_jobspecs::wire::guest::{Answer, Dir, Disk, Furnish, Mount, Refusal, R
 
 use super::session::refused;
 use super::users;
-use crate::files;
+use crate::{files, mountinfo};
 
 /// How long a disk's new size is waited for; it takes a few milliseconds.
 const SIZE_WAIT: Duration = Duration::from_secs(2);
@@ -197,13 +196,10 @@ fn try_settle(name: &str) -> io::Result<()> {
     let number = number.trim();
     let device = number.split_once(':').and_then(|(major, minor)| Some(rustix::fs::makedev(major.parse().ok()?, minor.parse().ok()?)));
     let mounts = fs::read_to_string("/proc/self/mountinfo")?;
-    let of_disk = mounts.lines().map(|line| line.split(' ')).filter_map(|mut fields| {
-        let this = fields.nth(2) == Some(number);
-        fields.nth(1).filter(|_| this)
-    });
-    for place in of_disk {
+    let of_disk = mounts.lines().filter_map(mountinfo::read).filter(|mounted| mounted.device == number);
+    for place in of_disk.map(|mounted| mounted.place) {
         // What lies above it hides it; then it is found at another place, or not unmounted, which is told below.
-        let Ok(dir) = File::open(unescaped(place)) else { continue };
+        let Ok(dir) = File::open(place) else { continue };
         if rustix::fs::fstat(&dir).is_ok_and(|found| Some(found.st_dev) == device) {
             // SAFETY: this request ignores its argument.
             let result = unsafe { libc::ioctl(dir.as_raw_fd(), FIFREEZE, 0) };
@@ -219,25 +215,6 @@ fn try_settle(name: &str) -> io::Result<()> {
     let flags = rustix::fs::OFlags::RDWR | rustix::fs::OFlags::EXCL | rustix::fs::OFlags::CLOEXEC;
     let disk = rustix::fs::open(format!("/dev/{name}"), flags, Mode::empty())?;
     Ok(rustix::fs::fsync(disk)?)
-}
-
-/// A path as it stands in the kernel's list of mounts: some characters are written as a backslash and three octal digits.
-fn unescaped(text: &str) -> std::path::PathBuf {
-    let (mut bytes, mut rest) = (Vec::with_capacity(text.len()), text.as_bytes());
-    while let Some((first, behind)) = rest.split_first() {
-        let digits = behind.get(..3).filter(|_| *first == b'\\').and_then(|digits| std::str::from_utf8(digits).ok());
-        match digits.and_then(|digits| u8::from_str_radix(digits, 8).ok()) {
-            Some(byte) => {
-                bytes.push(byte);
-                rest = behind.get(3..).unwrap_or_default();
-            }
-            None => {
-                bytes.push(*first);
-                rest = behind;
-            }
-        }
-    }
-    std::ffi::OsString::from_vec(bytes).into()
 }
 
 /// Writes out, unmounts what was mounted from a disk, and switches the machine off. Does not come back when that works.
@@ -259,16 +236,4 @@ pub fn switch_off() -> io::Result<()> {
 /// Is the file system full, rather than broken?
 pub fn kind_of(e: &io::Error) -> RefusalKind {
     if files::is_full(e) { RefusalKind::NoSpace } else { RefusalKind::System }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn places_of_mounts_are_read_as_the_kernel_writes_them() {
-        for (text, path) in [("/data", "/data"), ("/a\\040b\\134c", "/a b\\c"), ("/x\\9", "/x\\9"), ("/y\\04", "/y\\04")] {
-            assert_eq!(unescaped(text), Path::new(path), "{text}");
-        }
-    }
 }

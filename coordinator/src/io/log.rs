@@ -151,8 +151,8 @@ impl Log {
     /// # Errors
     /// [`LogError::Nats`].
     pub async fn skips(&self) -> Result<BTreeSet<u64>, LogError> {
-        let stream = self.context.get_stream(LOG_STREAM).await.map_err(|e| nats("reading the stream VOLLEY_LOG")(&e))?;
-        let keys = stream.cached_info().config.metadata.keys();
+        let info = self.info().await?;
+        let keys = info.config.metadata.keys();
         Ok(keys.filter_map(|key| key.strip_prefix(SKIP)?.parse().ok()).collect())
     }
 
@@ -161,8 +161,7 @@ impl Log {
     /// # Errors
     /// [`LogError::Nats`].
     pub async fn skip(&self, sequence: u64) -> Result<(), LogError> {
-        let stream = self.context.get_stream(LOG_STREAM).await.map_err(|e| nats("reading the stream VOLLEY_LOG")(&e))?;
-        let mut config = stream.cached_info().config.clone();
+        let mut config = self.info().await?.config;
         config.metadata.insert(format!("{SKIP}{sequence}"), "1".to_owned());
         self.context.update_stream(config).await.map_err(|e| nats("noting the record in the stream VOLLEY_LOG")(&e))?;
         Ok(())
@@ -174,13 +173,18 @@ impl Log {
         &self.context
     }
 
+    /// The stream, as it is now: finding it asks for that.
+    async fn info(&self) -> Result<jetstream::stream::Info, LogError> {
+        let found = self.context.get_stream(LOG_STREAM).await.map_err(|e| nats("reading the stream VOLLEY_LOG")(&e))?;
+        Ok(found.cached_info().clone())
+    }
+
     /// First and last sequence, and bytes used and allowed (-1: any number).
     ///
     /// # Errors
     /// [`LogError::Nats`].
     pub async fn bounds(&self) -> Result<(u64, u64, u64, i64), LogError> {
-        let mut stream = self.context.get_stream(LOG_STREAM).await.map_err(|e| nats("reading the stream VOLLEY_LOG")(&e))?;
-        let info = stream.info().await.map_err(|e| nats("reading the stream VOLLEY_LOG")(&e))?;
+        let info = self.info().await?;
         Ok((info.state.first_sequence, info.state.last_sequence, info.state.bytes, info.config.max_bytes))
     }
 
@@ -189,8 +193,7 @@ impl Log {
     /// # Errors
     /// [`LogError::Nats`].
     pub async fn since_ms(&self) -> Result<u64, LogError> {
-        let mut stream = self.context.get_stream(LOG_STREAM).await.map_err(|e| nats("reading the stream VOLLEY_LOG")(&e))?;
-        let info = stream.info().await.map_err(|e| nats("reading the stream VOLLEY_LOG")(&e))?;
+        let info = self.info().await?;
         Ok(u64::try_from(info.created.unix_timestamp_nanos() / 1_000_000).unwrap_or(0))
     }
 

@@ -26,8 +26,8 @@ use crate::format::seal::{FamilyKey, ObjectKey, Salt, TAG_BYTES};
 use crate::format::{BLOCK_BYTES, FormatError};
 use crate::state::scan::{End, Entry, Scan, ScanError};
 
-/// Segments that wait to be used again, a volume. More would only keep room from others.
-const SPARES_MAX: usize = 2;
+/// Segments that wait to be used again, a volume: what is written until a commit makes more of them. More would only keep room from others.
+const SPARES_MAX: usize = 4;
 /// Room that is taken first; then as much again as there is.
 const ROOM_FIRST: u64 = 256 << 10;
 /// Largest step: flushes wait for the file system's own records of each.
@@ -234,6 +234,8 @@ pub struct Log {
     durable: u64,
     /// Written to since they were last flushed.
     unflushed: Vec<Arc<Segment>>,
+    /// Segments before this one have names that outlive a crash of the host.
+    named: u64,
     spares: Vec<PathBuf>,
     buffer: Vec<u8>,
     salt: Fresh,
@@ -242,6 +244,8 @@ pub struct Log {
 /// What one flush covers.
 pub struct Flush {
     segments: Vec<Arc<Segment>>,
+    /// The log's directory, if segments were begun since it was last flushed, and the number behind theirs.
+    names: Option<(PathBuf, u64)>,
     /// All operations up to this one.
     pub op: u64,
 }
@@ -255,7 +259,10 @@ impl Flush {
         for segment in &self.segments {
             rustix::fs::fdatasync(&segment.file).map_err(|error| segment.error("flushing", error.into()))?;
         }
-        Ok(())
+        match &self.names {
+            Some((dir, _)) => sync_dir(dir).map_err(|error| LogError::File { what: "naming the segments in", path: dir.clone(), error }),
+            None => Ok(()),
+        }
     }
 }
 
@@ -277,6 +284,8 @@ impl Log {
             last_op,
             durable: 0,
             unflushed,
+            // Those that were found, too: whoever began them may have been killed before their first flush.
+            named: 0,
             spares: Vec::new(),
             buffer,
             salt,
@@ -372,10 +381,7 @@ impl Log {
         let bytes = header.write(&self.of.family).map_err(|e| LogError::Format { path: path.clone(), at: 0, error: e })?;
         self.room = segment.file.metadata().map_err(error("looking at"))?.len();
         segment.file.write_all_at(&bytes, 0).map_err(error("writing"))?;
-        // Its name must be there when its first flush is answered.
-        if self.of.lasts {
-            sync_dir(&self.of.dir).map_err(error("naming"))?;
-        }
+        // Its name need not last before its first flush is answered, which sees to it: no write waits for the file system's journal.
         self.segments.insert(number, Arc::clone(&segment));
         Ok(segment)
     }
@@ -383,12 +389,18 @@ impl Log {
     /// What a flush of everything so far covers. None: all of it is on the disk.
     #[must_use]
     pub fn flush(&self) -> Option<Flush> {
-        (self.durable < self.last_op || !self.unflushed.is_empty()).then(|| Flush { segments: self.unflushed.clone(), op: self.last_op })
+        let names = (self.of.lasts && self.named < self.next).then(|| (self.of.dir.clone(), self.next));
+        (self.durable < self.last_op || !self.unflushed.is_empty()).then(|| Flush {
+            segments: self.unflushed.clone(),
+            names,
+            op: self.last_op,
+        })
     }
 
     /// A flush succeeded.
     pub fn flushed(&mut self, flush: &Flush) {
         self.durable = self.durable.max(flush.op);
+        self.named = self.named.max(flush.names.as_ref().map_or(0, |(_, behind)| *behind));
         // What was appended behind the flush lies in its last segment, or in later ones.
         let last = flush.segments.last().map_or(0, |segment| segment.number);
         let behind = self.last_op > flush.op;
@@ -538,21 +550,25 @@ mod tests {
         flush.wait().unwrap();
         first.flushed(&flush);
         assert!(first.flush().is_none() && first.durable() == 151);
-        drop(first);
+        // Names are flushed with the first flush behind their birth, and by no other.
+        first.append(Change::Zero { block: 0, blocks: 9, hole: true }, &[]).unwrap();
+        let again = first.flush().unwrap();
+        assert!(flush.names.is_some() && again.names.is_none());
+        drop((flush, again, first));
 
         let (mut second, entries) = log(dir.path(), 2, 0);
-        assert_eq!(entries.iter().map(|entry| entry.record.op).collect::<Vec<_>>(), (1..=151).collect::<Vec<_>>());
+        assert_eq!(entries.iter().map(|entry| entry.record.op).collect::<Vec<_>>(), (1..=152).collect::<Vec<_>>());
         assert_eq!(entries[149].place, places[149]);
         second.append(Change::Resize { size: 1 << 30 }, &[]).unwrap();
-        assert_eq!((second.last_op(), second.current()), (152, 3));
+        assert_eq!((second.last_op(), second.current()), (153, 3));
         // Given back, used again: what was in there is not found any more.
         second.give_back(3);
         assert_eq!((second.segments.len(), second.spares.len()), (1, 2));
         fill(&mut second);
         assert_eq!((second.segments.len(), second.spares.len()), (2, 1));
         drop(second);
-        let (third, entries) = log(dir.path(), 3, 151);
-        assert_eq!((entries.len(), third.last_op()), (71, 222));
+        let (third, entries) = log(dir.path(), 3, 152);
+        assert_eq!((entries.len(), third.last_op()), (71, 223));
         assert!(
             matches!(of(dir.path()).find(0), Err(LogError::Scan { error: ScanError::Missing { .. }, .. })) || third.segments.len() == 2
         );

@@ -16,10 +16,12 @@ use crate::clone::Bases;
 use crate::format::FormatError;
 use crate::format::content::Content;
 use crate::format::extent::PackRef;
+use crate::format::object::{Frame, slice};
 use crate::format::pack::open_table;
 use crate::format::page::{Page, Root};
 use crate::format::seal::{ClusterKeys, FamilyKey};
 use crate::io::cache::Cache;
+use crate::io::index::Index;
 use crate::io::s3::{Objects, ObjectsError, Put};
 use crate::io::slab::Slab;
 use crate::state::map::{Map, Missing};
@@ -70,6 +72,15 @@ impl Default for Limits {
     }
 }
 
+/// A frame that is being fetched.
+struct Wanted {
+    key: String,
+    frame: Frame,
+    /// As the index has it.
+    kept: Option<Vec<u8>>,
+    request: Option<mpsc::Receiver<Result<Bytes, ObjectsError>>>,
+}
+
 /// A host with volumes.
 pub struct Host {
     objects: Arc<dyn Objects>,
@@ -108,7 +119,7 @@ impl Host {
     #[must_use]
     pub fn new(objects: Arc<dyn Objects>, keys: ClusterKeys, dir: PathBuf, runtime: Handle, limits: Limits) -> Arc<Self> {
         let (cache, bases) = (Cache::new(limits.cache_bytes), Mutex::default());
-        let slab = Slab::new(&dir.join("cache.slab"), limits.cache_disk_bytes);
+        let slab = Slab::open(&dir, &keys, limits.cache_disk_bytes);
         Arc::new(Self { objects, runtime, keys, dir, cache, slab, limits, bases })
     }
 
@@ -156,6 +167,34 @@ impl Host {
         self.begin(|objects| async move { put_new(&*objects, &key, body).await })
     }
 
+    /// Begins to fetch a frame of a map or a table, if the host's index has it not.
+    fn begin_frame(&self, key: String, frame: Frame) -> Wanted {
+        let kept = self.index().and_then(|index| index.frame(&key, frame.offset)).filter(|kept| kept.len() == frame.stored as usize);
+        let request = kept.is_none().then(|| self.begin_range(key.clone(), frame.offset.into(), frame.stored.into()));
+        Wanted { key, frame, kept, request }
+    }
+
+    /// Waits for a frame, and opens it. One of the index that does not open is fetched.
+    fn end_frame<T>(&self, wanted: &Wanted, open: impl Fn(&[u8]) -> Result<T, FormatError>) -> Result<T, FetchError> {
+        if let Some(opened) = wanted.kept.as_deref().and_then(|kept| open(kept).ok()) {
+            return Ok(opened);
+        }
+        let (key, frame) = (&wanted.key, wanted.frame);
+        let bytes = match &wanted.request {
+            Some(request) => Self::end(key, request)?,
+            None => Self::end(key, &self.begin_range(key.clone(), frame.offset.into(), frame.stored.into()))?,
+        };
+        let opened = open(&bytes).map_err(at(key))?;
+        if let Some(index) = self.index() {
+            index.keep_frame(key, frame.offset, &bytes);
+        }
+        Ok(opened)
+    }
+
+    fn index(&self) -> Option<&Index> {
+        self.slab.as_ref().and_then(Slab::index)
+    }
+
     /// Would a page come without a request?
     pub(crate) fn has_page(&self, missing: &Missing) -> bool {
         self.cache.page(missing.at.object, missing.at.frame.offset).is_some()
@@ -179,37 +218,36 @@ impl Host {
         if let Some(page) = self.cache.page(place.0, place.1) {
             return Ok(page);
         }
-        let (key, frame) = (missing.at.object.key(), missing.at.frame);
-        let bytes = Self::end(&key, &self.begin_range(key.clone(), frame.offset.into(), frame.stored.into()))?;
-        let page = Arc::new(Page::open(family, missing.number, &missing.at, &bytes).map_err(at(&key))?);
+        let wanted = self.begin_frame(missing.at.object.key(), missing.at.frame);
+        let page = Arc::new(self.end_frame(&wanted, |bytes| Page::open(family, missing.number, &missing.at, bytes))?);
         self.cache.keep_page(place.0, place.1, Arc::clone(&page));
         Ok(page)
     }
 
     /// The map of a state, and the packs that lie in its head: one request for the root and one for each table, all at once.
     pub(crate) fn map(&self, family: &FamilyKey, content: &Content) -> Result<(Map, HashMap<PackRef, Arc<Vec<u8>>>), FetchError> {
-        let range = |key: String, frame: crate::format::object::Frame| {
-            let request = self.begin_range(key.clone(), frame.offset.into(), frame.stored.into());
-            (key, request)
-        };
-        let root = content.root.map(|root| (root, range(root.object.key(), root.frame)));
-        let tables: Vec<_> =
-            content.deltas.iter().map(|delta| (delta, delta.body.is_none().then(|| range(delta.pack.key(), delta.table)))).collect();
+        let root = content.root.map(|root| (root, self.begin_frame(root.object.key(), root.frame)));
+        let tables: Vec<_> = content
+            .deltas
+            .iter()
+            .map(|delta| (delta, delta.body.is_none().then(|| self.begin_frame(delta.pack.key(), delta.table))))
+            .collect();
         let mut map = match root {
-            Some((root, (key, request))) => Map::new(&Root::open(family, &root, &Self::end(&key, &request)?).map_err(at(&key))?),
+            Some((root, wanted)) => Map::new(&self.end_frame(&wanted, |bytes| Root::open(family, &root, bytes))?),
             None => Map::default(),
         };
         let mut bodies = HashMap::new();
-        for (delta, request) in tables {
-            let table = match (&delta.body, request) {
-                (Some(body), _) => {
-                    bodies.insert(delta.pack, Arc::new(body.clone()));
-                    Bytes::copy_from_slice(crate::format::object::slice(body, delta.table).unwrap_or_default())
+        for (delta, wanted) in tables {
+            let table = match (&delta.body, wanted) {
+                (None, Some(wanted)) => self.end_frame(&wanted, |bytes| open_table(family, delta, bytes))?,
+                (body, _) => {
+                    let body = body.as_deref().unwrap_or_default();
+                    bodies.insert(delta.pack, Arc::new(body.to_vec()));
+                    let table = slice(body, delta.table).unwrap_or_default();
+                    open_table(family, delta, table).map_err(at(&delta.pack.key()))?
                 }
-                (None, Some((key, request))) => Self::end(&key, &request)?,
-                (None, None) => Bytes::new(),
             };
-            map.apply(delta.pack, &open_table(family, delta, &table).map_err(at(&delta.pack.key()))?);
+            map.apply(delta.pack, &table);
         }
         Ok((map, bodies))
     }

@@ -21,6 +21,7 @@
 //! field that a writer must not lose when it writes the record again wants a new version. Whatever is read was perhaps written by
 //! somebody else: sums and sizes are checked before they are used, and nothing is allocated by a number that was read without a limit.
 
+pub mod cached;
 pub mod condemned;
 pub mod content;
 pub mod envelope;

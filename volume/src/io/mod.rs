@@ -4,6 +4,7 @@
 
 pub mod cache;
 pub mod fake;
+pub mod index;
 pub mod log;
 pub mod s3;
 pub mod slab;

@@ -10,11 +10,11 @@ use volley_jobspecs::ids::{SnapshotId, VolumeId};
 use crate::format::content::Content;
 use crate::format::extent::PackRef;
 use crate::format::head::{FlushMode, Head, WrittenBy};
-use crate::format::holding::Holding;
+use crate::format::holding::{Boot, Holding};
 use crate::format::keys;
 use crate::format::seal::FamilyKey;
 use crate::format::snapshot::{SNAPSHOT_BYTES_MAX, Snapshot};
-use crate::host::{FetchError, Host, at, lock, now_ms, random, replace_file};
+use crate::host::{FetchError, Host, at, boot_id, lock, now_ms, random, replace_file};
 use crate::open::{HOLDING, OpenError, Opening};
 use crate::state::map::Map;
 use crate::state::moves::{self, Create};
@@ -103,10 +103,12 @@ impl Host {
         };
         // The epoch counts openings here: what the log gets from now on is told from what it got before.
         let ephemeral = Some(head.write(&family, random()?)?);
-        let holding = Holding { volume, attach: random()?, epoch, log_from: 0, ephemeral };
+        let boot = Boot::of(boot_id(), epoch, before.as_ref().and_then(|before| before.boot));
+        let holding = Holding { volume, attach: random()?, epoch, log_from: 0, ephemeral, boot };
         let path = dir.join(HOLDING);
         replace_file(&path, &holding.write()?, false).map_err(|error| OpenError::File { what: "writing", path, error })?;
-        self.open(Opening { head, family, tag: None, lock, dir, epoch, committed: 0 }, true)
+        let whole_from = boot.map(|boot| boot.since);
+        self.open(Opening { head, family, tag: None, lock, dir, epoch, committed: 0, whole_from }, true)
     }
 }
 

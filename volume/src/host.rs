@@ -287,6 +287,16 @@ pub(crate) fn random<const N: usize>() -> Result<[u8; N], FormatError> {
     Ok(bytes)
 }
 
+/// What the kernel calls this start of the host. None: it does not say.
+///
+/// Linux: `/proc/sys/kernel/random/boot_id`, a UUID that is drawn at each start (random(4)).
+pub(crate) fn boot_id() -> Option<[u8; 16]> {
+    let text = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").ok()?;
+    let mut id = [0; 16];
+    hex::decode_to_slice(text.trim().replace('-', ""), &mut id).ok()?;
+    Some(id)
+}
+
 /// Now, in milliseconds since the Unix epoch.
 pub(crate) fn now_ms() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_millis() as u64)

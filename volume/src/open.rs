@@ -12,10 +12,10 @@ use volley_jobspecs::ids::{AttemptName, TenantId, VolumeId};
 use crate::commit::{CommitError, Commits, Next};
 use crate::format::content::{Content, check_size};
 use crate::format::head::{FlushMode, HEAD_BYTES_MAX, Head, Holder};
-use crate::format::holding::Holding;
+use crate::format::holding::{Boot, Holding};
 use crate::format::seal::FamilyKey;
 use crate::format::{FormatError, keys};
-use crate::host::{FetchError, Host, at, lock, now_ms, random, replace_file};
+use crate::host::{FetchError, Host, at, boot_id, lock, now_ms, random, replace_file};
 use crate::io::log::{Log, LogError, LogOf, sync_dir};
 use crate::io::s3::{ObjectsError, Put};
 use crate::state::fence::{Tried, Verdict, judge};
@@ -128,6 +128,8 @@ pub(crate) struct Opening {
     pub epoch: u64,
     /// Where the log goes on: the last operation that S3 has.
     pub committed: u64,
+    /// The first epoch in which this host wrote since it was last started.
+    pub whole_from: Option<u64>,
 }
 
 impl Host {
@@ -182,7 +184,7 @@ impl Host {
             let Opener { attempt, guest, force, resume, .. } = *by;
             let next = moves::attach(&head, Attach { attempt, holder, guest, force, resume, now_ms: now_ms(), commit: random()? })?;
             let same = head.holder.as_ref().is_some_and(|holder| holder.attach == by.attach);
-            self.hold(volume, &dir, by, next.epoch, same)?;
+            let whole_from = self.hold(volume, &dir, by, next.epoch, same)?;
             let put = self.put_if_match(&keys::head(volume), next.write(&family, random()?)?.into(), &tag)?;
             let found = match put {
                 Put::Written(tag) => (next.clone(), tag),
@@ -194,7 +196,7 @@ impl Host {
             if judge(Tried { head: &next, replaces: head.commit }, Some(&found.0)) == Verdict::Mine {
                 let committed = next.working.as_ref().map_or(0, |working| working.op);
                 let (epoch, tag) = (next.epoch, Some(found.1));
-                return self.open(Opening { head: next, family, tag, lock: file, dir, epoch, committed }, false);
+                return self.open(Opening { head: next, family, tag, lock: file, dir, epoch, committed, whole_from }, false);
             }
             // Not ours, or not yet: on top of what is there now.
             (head, tag) = found;
@@ -232,38 +234,40 @@ impl Host {
     }
 
     /// Says on the disk what is about to be asked for. The log that is there is gone on with if the head still has the same attach. Any other was written
-    /// over another state of the disk, and is put aside: somebody may want to look at it.
-    fn hold(&self, volume: VolumeId, dir: &std::path::Path, by: &Opener, epoch: u64, same: bool) -> Result<(), OpenError> {
+    /// over another state of the disk, and is put aside: somebody may want to look at it. Returns the first epoch that this attach wrote since the host was started.
+    fn hold(&self, volume: VolumeId, dir: &std::path::Path, by: &Opener, epoch: u64, same: bool) -> Result<Option<u64>, OpenError> {
         let error = |what, path: &std::path::Path| {
             let path = path.to_owned();
             move |error| OpenError::File { what, path, error }
         };
         let before = Self::holding(dir)?;
-        let log_from = match &before {
-            Some(before) if same && before.attach == by.attach => before.log_from,
+        let (log_from, boot) = match &before {
+            Some(before) if same && before.attach == by.attach => (before.log_from, before.boot),
             Some(before) => {
                 let aside = self.dir.join(format!("{volume}.lost-{:016x}-{}", before.epoch, hex::encode(random::<4>()?)));
                 std::fs::rename(dir, &aside).map_err(error("putting aside", &aside))?;
                 std::fs::create_dir(dir).map_err(error("making", dir))?;
                 sync_dir(&self.dir).map_err(error("naming", dir))?;
                 tracing::warn!(volume = %volume, path = %aside.display(), "what an earlier attach of this host had in its log was put aside");
-                epoch
+                (epoch, None)
             }
-            None => epoch,
+            None => (epoch, None),
         };
-        let holding = Holding { volume, attach: by.attach, epoch, log_from, ephemeral: None };
+        let boot = Boot::of(boot_id(), epoch, boot);
+        let holding = Holding { volume, attach: by.attach, epoch, log_from, ephemeral: None, boot };
         let path = dir.join(HOLDING);
-        replace_file(&path, &holding.write()?, true).map_err(error("writing", &path))
+        replace_file(&path, &holding.write()?, true).map_err(error("writing", &path))?;
+        Ok(boot.map(|boot| boot.since))
     }
 
     /// Reads map and log, and begins to serve.
     pub(crate) fn open(self: &Arc<Self>, opening: Opening, ephemeral: bool) -> Result<Volume, OpenError> {
-        let Opening { head, family, tag, lock: file, dir, epoch, committed } = opening;
+        let Opening { head, family, tag, lock: file, dir, epoch, committed, whole_from } = opening;
         let (map, bodies) = match head.base.filter(|_| ephemeral) {
             Some(base) => self.base(base)?.map(),
             None => self.map(&family, head.latest())?,
         };
-        let of = LogOf { dir, volume: head.volume, family: family.clone(), lasts: !ephemeral };
+        let of = LogOf { dir, volume: head.volume, family: family.clone(), lasts: !ephemeral, whole_from };
         let found = of.find(committed)?;
         let entries = found.entries.clone();
         let log = Log::new(of, epoch, found, Box::new(random));

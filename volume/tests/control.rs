@@ -1,4 +1,5 @@
 //! What the cluster does to volumes that somebody else writes: pins, promotions, removals, each as often as it likes.
+#![expect(clippy::unwrap_used, reason = "a test says with a panic that it failed")]
 
 mod support;
 

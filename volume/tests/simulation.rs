@@ -2,6 +2,7 @@
 //! promised last, or something that was being committed since, and never a mixture. Each history has a seed, which a failure names.
 //!
 //! `SEEDS=1000 cargo test -p volley-volume --test simulation` runs more of them.
+#![expect(clippy::unwrap_used, reason = "a test says with a panic that it failed")]
 
 mod support;
 
@@ -80,7 +81,8 @@ impl History {
         let Some(mut writer) = self.writers[who].take() else { return self.attach(who, true) };
         match self.dice.roll(10) {
             0..4 => {
-                let (offset, len) = (self.dice.roll(BYTES - 1), 1 + self.dice.roll(if self.dice.1 % 8 == 0 { 200_000 } else { 6_000 }));
+                let (offset, len) =
+                    (self.dice.roll(BYTES - 1), 1 + self.dice.roll(if self.dice.1.is_multiple_of(8) { 200_000 } else { 6_000 }));
                 let len = len.min(BYTES - offset);
                 let bytes = noise(len, self.dice.1 as u64);
                 let zeros = self.dice.roll(5) == 0;
@@ -140,7 +142,7 @@ impl History {
             }
             _ => {
                 self.writers[who] = Some(writer);
-                self.attach(1 - who, self.dice.1 % 8 == 0);
+                self.attach(1 - who, self.dice.1.is_multiple_of(8));
             }
         }
     }

@@ -34,6 +34,29 @@ pub struct Holding {
     /// The head of an ephemeral clone, as it would lie in S3 (`head.rs`).
     #[cbor(n(4), with = "minicbor::bytes")]
     pub ephemeral: Option<Vec<u8>>,
+    /// Since when the host has not lost its power; None: written by a build that did not say, or the host does not tell.
+    #[n(5)]
+    pub boot: Option<Boot>,
+}
+
+/// The host's start within which an attach writes its log.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Encode, Decode)]
+pub struct Boot {
+    /// The start's own random number, as the kernel has it.
+    #[cbor(n(0), with = "minicbor::bytes")]
+    pub id: [u8; 16],
+    /// The first epoch in which this attach wrote since then. What this one and later ones wrote no power cut has taken.
+    #[n(1)]
+    pub since: u64,
+}
+
+impl Boot {
+    /// Of an attach that goes on in `epoch` on a host that was started as `id`. `before`: what the last one said.
+    #[must_use]
+    pub fn of(id: Option<[u8; 16]>, epoch: u64, before: Option<Self>) -> Option<Self> {
+        let id = id?;
+        Some(before.filter(|before| before.id == id).unwrap_or(Self { id, since: epoch }))
+    }
 }
 
 impl Holding {
@@ -64,9 +87,10 @@ mod tests {
         #[test]
         fn a_holding_comes_back_and_no_damage_passes(
             id: [u8; 16], attach: [u8; 16], epoch: u64, log_from: u64, ephemeral in proptest::option::of(proptest::collection::vec(any::<u8>(), 0..99)),
+            boot: Option<([u8; 16], u64)>,
             at: prop::sample::Index, bit in 0u8..8,
         ) {
-            let holding = Holding { volume: VolumeId(id), attach, epoch, log_from, ephemeral };
+            let holding = Holding { volume: VolumeId(id), attach, epoch, log_from, ephemeral, boot: boot.map(|(id, since)| Boot { id, since }) };
             let bytes = holding.write().unwrap();
             prop_assert_eq!(Holding::read(&bytes), Ok(holding));
             let place = at.index(bytes.len());
@@ -74,5 +98,14 @@ mod tests {
             damaged[place] ^= 1 << bit;
             prop_assert!(Holding::read(&damaged).is_err() && Holding::read(&bytes[..place]).is_err());
         }
+    }
+
+    #[test]
+    fn a_start_of_the_host_begins_with_the_epoch_that_follows_it() {
+        let first = Boot::of(Some([1; 16]), 4, None);
+        assert_eq!(first, Some(Boot { id: [1; 16], since: 4 }));
+        assert_eq!(Boot::of(Some([1; 16]), 7, first), first);
+        assert_eq!(Boot::of(Some([2; 16]), 8, first), Some(Boot { id: [2; 16], since: 8 }));
+        assert_eq!(Boot::of(None, 9, first), None);
     }
 }

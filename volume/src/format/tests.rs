@@ -93,6 +93,6 @@ fn small_records_stay() {
     assert_eq!(hash(&Snapshot { line, content }.write(&family, [6; 16]).unwrap()), "c257f237b1d9231ada8a5d89f74658dc");
     let pin = Pin { snapshot: id, owner: "j7".into(), until_ms: Some(8) };
     assert_eq!(hash(&pin.write().unwrap()), "52b0c301311a70ccfc264feddf2ffda3");
-    let holding = Holding { volume: VOLUME, attach: [1; 16], epoch: 2, log_from: 1, ephemeral: None };
+    let holding = Holding { volume: VOLUME, attach: [1; 16], epoch: 2, log_from: 1, ephemeral: None, boot: None };
     assert_eq!(hash(&holding.write().unwrap()), "83e5a108d21d11ea2ed1c383401d2dbc");
 }

@@ -141,6 +141,8 @@ pub struct LogOf {
     pub family: FamilyKey,
     /// Must it outlive the host's crash? An ephemeral clone does not: its attempt is lost then.
     pub lasts: bool,
+    /// Segments of this epoch and later ones were written since the host was last started: no power cut has taken anything of them. None: nobody knows.
+    pub whole_from: Option<u64>,
 }
 
 /// What was found on the disk.
@@ -170,7 +172,12 @@ impl LogOf {
                 Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => continue,
                 read => read.map_err(|error| LogError::File { what: "reading", path: path.clone(), error })?,
             }
-            let Ok(header) = SegmentHeader::read(self.volume, &self.family, &bytes) else { continue };
+            let header = match SegmentHeader::read(self.volume, &self.family, &bytes) {
+                Ok(header) => header,
+                // No header was ever written: a power cut came first. A header lies within one sector, so it is there as a whole or what was before.
+                Err(_) if crate::is_zero(&bytes) => continue,
+                Err(error) => return Err(LogError::Format { path, at: 0, error }),
+            };
             if header.segment == number {
                 segments.insert(number, (header, self.open(&header, path)?));
             }
@@ -178,7 +185,7 @@ impl LogOf {
         // Those that S3 has wholly need not be read: the next one's first operation tells.
         let needed = segments.values().rev().find(|(header, _)| header.first_op <= committed.saturating_add(1));
         let from = needed.map_or(0, |(header, _)| header.segment);
-        let (mut scan, mut entries) = (Scan::new(committed), Vec::new());
+        let (mut scan, mut entries) = (Scan::new(committed, self.whole_from), Vec::new());
         for (header, segment) in segments.range(from..).map(|(_, both)| both) {
             let path = &segment.path;
             let bytes = std::fs::read(path).map_err(|error| LogError::File { what: "reading", path: path.clone(), error })?;
@@ -504,7 +511,7 @@ mod tests {
     use super::*;
 
     fn of(dir: &Path) -> LogOf {
-        LogOf { dir: dir.to_owned(), volume: VolumeId([1; 16]), family: FamilyKey::new([2; 32]), lasts: true }
+        LogOf { dir: dir.to_owned(), volume: VolumeId([1; 16]), family: FamilyKey::new([2; 32]), lasts: true, whole_from: None }
     }
 
     fn log(dir: &Path, epoch: u64, committed: u64) -> (Log, Vec<Entry>) {

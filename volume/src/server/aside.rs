@@ -131,7 +131,7 @@ mod tests {
         let path = dir.join(volume.to_string());
         std::fs::create_dir(&path).unwrap();
         std::fs::write(dir.join(format!("{volume}.lock")), "").unwrap();
-        let holding = Holding { volume, attach: [0; 16], epoch: 3, log_from: 3, ephemeral: ephemeral.then(Vec::new) };
+        let holding = Holding { volume, attach: [0; 16], epoch: 3, log_from: 3, ephemeral: ephemeral.then(Vec::new), boot: None };
         std::fs::write(path.join(HOLDING), holding.write().unwrap()).unwrap();
         if log {
             std::fs::write(path.join("log"), "x").unwrap();

@@ -5,6 +5,10 @@
 //! What comes out is a prefix of the operations, always. The log ends at the first record that does not open. If any record, before or behind
 //! that place, says that more was on the disk already, or that a missing segment was needed, then it is no torn end, and the log is
 //! refused: whoever has acknowledged flushes does not go on without what was flushed.
+//!
+//! Where the host is known not to have lost its power since a segment was begun, what was appended is there whether it was flushed or not, and only the very last record
+//! can be torn, by a kill in the middle of it. A record behind one that does not open is damage then, and the log is refused, too: whoever writes is alive, and has
+//! been told that what was in it was written.
 
 use crate::format::FormatError;
 use crate::format::log::{
@@ -30,6 +34,19 @@ pub enum ScanError {
         missing: u64,
         /// What had been flushed.
         durable: u64,
+    },
+    /// Something in the middle is not readable, and no power cut can have been the cause.
+    #[error(
+        "the log is damaged: operation {missing} in segment {segment} at byte {at} does not open, later ones do, and this host has not lost its power since: its \
+         disk is not to be trusted. What was committed to S3 is safe: attach by force to go on with it"
+    )]
+    Rotten {
+        /// The segment.
+        segment: u64,
+        /// Offset of the record.
+        at: u32,
+        /// The first operation that is missing.
+        missing: u64,
     },
     /// Segments at its beginning are gone.
     #[error(
@@ -84,13 +101,17 @@ pub struct Scan {
     durable: u64,
     oldest: u64,
     segment: u64,
+    whole_from: Option<u64>,
+    /// An operation behind the end that is there all the same, where nothing but damage can be the reason; 0: none.
+    beyond: u64,
 }
 
 impl Scan {
-    /// `committed`: the last operation that S3 has.
+    /// `committed`: the last operation that S3 has. `whole_from`: segments of this epoch and later ones were written since the host was last started.
     #[must_use]
-    pub fn new(committed: u64) -> Self {
-        Self { committed, last: None, first_op: None, first_segment: 0, torn: None, durable: 0, oldest: 0, segment: 0 }
+    pub fn new(committed: u64, whole_from: Option<u64>) -> Self {
+        let (last, first_op, torn) = (None, None, None);
+        Self { committed, last, first_op, first_segment: 0, torn, durable: 0, oldest: 0, segment: 0, whole_from, beyond: 0 }
     }
 
     /// The next segment in the order of numbers. `bytes`: the whole file, or as much as there is. Returns the operations behind what S3 has.
@@ -113,6 +134,7 @@ impl Scan {
         match (follows || first, self.last.as_mut()) {
             (true, Some(last)) => {
                 self.torn = None;
+                self.beyond = 0;
                 (last.epoch, last.segment) = (header.epoch, header.segment);
             }
             _ => {
@@ -128,7 +150,7 @@ impl Scan {
             }
             at = next;
         }
-        self.witness(key, bytes, at);
+        self.witness(header, key, bytes, at);
         found
     }
 
@@ -149,18 +171,26 @@ impl Scan {
     }
 
     /// Looks behind the end for records that opened once: what they say of earlier ones holds.
-    fn witness(&mut self, key: &ObjectKey, bytes: &[u8], from: u32) {
+    fn witness(&mut self, header: &SegmentHeader, key: &ObjectKey, bytes: &[u8], from: u32) {
         let end = bytes.len().min(SEGMENT_BYTES as usize) as u32;
         let mut witnesses = (from..end).step_by(ALIGN as usize).filter_map(|at| {
             let here = bytes.get(at as usize..).filter(|here| here.starts_with(&RECORD_MAGIC))?;
             Record::read(key, at, here).ok().map(|record| (at, record))
         });
         // One is enough to know that this segment's end is not its last record; each later one knows no less.
-        if let Some((_, first)) = witnesses.next() {
+        if let Some((place, first)) = witnesses.next() {
+            // A kill in the middle of an append leaves the beginning of the very last record: that is none behind it.
+            let torn_itself = self.torn.is_none() && place == from;
             self.torn.get_or_insert((self.segment, from));
-            let last = witnesses.next_back().map_or(first, |(_, last)| last);
-            self.durable = self.durable.max(first.durable).max(last.durable);
-            self.oldest = self.oldest.max(first.oldest).max(last.oldest);
+            let behind = witnesses.next_back().map(|(_, last)| last);
+            for record in behind.iter().chain([&first]) {
+                self.durable = self.durable.max(record.durable);
+                self.oldest = self.oldest.max(record.oldest);
+            }
+            let beyond = behind.or(Some(first).filter(|_| !torn_itself));
+            if self.whole_from.is_some_and(|from| header.epoch >= from) {
+                self.beyond = self.beyond.max(beyond.map_or(0, |record| record.op));
+            }
         }
     }
 
@@ -178,6 +208,10 @@ impl Scan {
         if self.durable > op {
             let (segment, at) = self.torn.unwrap_or((self.segment, 0));
             return Err(ScanError::Damaged { segment, at, missing: op.saturating_add(1), durable: self.durable });
+        }
+        // What S3 has need not be read.
+        if let Some((segment, at)) = self.torn.filter(|_| self.beyond > op.max(self.committed)) {
+            return Err(ScanError::Rotten { segment, at, missing: op.saturating_add(1) });
         }
         Ok(End { op: op.max(self.committed), segment: self.segment, oldest: self.oldest })
     }
@@ -230,8 +264,12 @@ mod tests {
     }
 
     fn scan(segments: &[(SegmentHeader, Vec<u8>)], committed: u64) -> (Vec<u64>, Result<End, ScanError>) {
+        scan_of(segments, committed, None)
+    }
+
+    fn scan_of(segments: &[(SegmentHeader, Vec<u8>)], committed: u64, whole_from: Option<u64>) -> (Vec<u64>, Result<End, ScanError>) {
         let family = FamilyKey::new([1; 32]);
-        let mut scan = Scan::new(committed);
+        let mut scan = Scan::new(committed, whole_from);
         let mut ops = Vec::new();
         for (header, bytes) in segments {
             ops.extend(scan.feed(header, &header.key(&family).unwrap(), bytes).iter().map(|entry| entry.record.op));
@@ -301,6 +339,35 @@ mod tests {
         record.write(&header.key(&family).unwrap(), RECORDS_FROM, &[], &mut bytes).unwrap();
         segments.push((header, bytes));
         assert_eq!(scan(&segments, 0), (vec![1, 2, 3], Ok(End { op: 3, segment: 8, oldest: 5 })));
+    }
+
+    #[test]
+    fn without_a_power_cut_nothing_may_be_missing_before_the_last_record() {
+        let (well, places) = log(6, 2, 0);
+        for (broken, (segment, at, len)) in places.into_iter().enumerate() {
+            let mut segments = well.clone();
+            segments[segment].1[at + 9] ^= 1;
+            let (ops, end) = scan(&segments, 0);
+            assert_eq!((ops.len(), end.unwrap().op), (broken, broken as u64), "after a power cut");
+            let (_, end) = scan_of(&segments, 0, Some(1));
+            match end {
+                // Nobody can tell whether it was ever written to its end.
+                Ok(end) => assert_eq!((broken, end.op), (5, 5)),
+                Err(ScanError::Rotten { missing, .. }) => assert_eq!(missing, broken as u64 + 1),
+                Err(other) => panic!("{other}"),
+            }
+            // The beginning of a record is there, and a kill came: it is the last one.
+            let mut torn = well.clone();
+            torn[segment].1[at + 90..at + len].fill(0);
+            torn.truncate(segment + 1);
+            torn[segment].1.truncate(at + len);
+            assert_eq!(scan_of(&torn, 0, Some(1)).1.map(|end| end.op), Ok(broken as u64));
+            // What S3 has does not matter; what is behind it does.
+            assert_eq!(scan_of(&segments, 6, Some(1)).1.map(|end| end.op), Ok(6));
+            assert_eq!(scan_of(&segments, 4, Some(1)).1.is_err(), broken < 5, "{broken}");
+            // What was written before the host was last started a power cut may have torn.
+            assert!(scan_of(&segments, 0, Some(2)).1.is_ok());
+        }
     }
 
     #[test]

@@ -265,7 +265,7 @@ impl Disk {
             let object = delta.body.as_ref().unwrap_or_else(|| &self.store[&delta.pack.key()]);
             self.map.apply(delta.pack, &open_table(&self.family, delta, slice(object, delta.table).unwrap()).unwrap());
         }
-        let mut scan = Scan::new(self.committed);
+        let mut scan = Scan::new(self.committed, None);
         for (header, bytes) in self.segments.clone() {
             let header = SegmentHeader::read(VOLUME, &self.family, &bytes[..4096]).inspect(|read| assert_eq!(*read, header)).unwrap();
             for entry in scan.feed(&header, &header.key(&self.family).unwrap(), &bytes) {

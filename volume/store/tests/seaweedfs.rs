@@ -4,9 +4,9 @@
 #![expect(clippy::unwrap_used, reason = "a test says with a panic that it failed")]
 
 mod support;
+#[path = "support/weed.rs"]
+mod weed;
 
-use std::path::PathBuf;
-use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
 use futures::future::join_all;
@@ -14,70 +14,10 @@ use sha2::{Digest, Sha256};
 use support::{ACCESS_KEY, SECRET_KEY, config, noise};
 use volley_store::{ErrorKind, PutOutcome, Store, UploadOptions};
 
-fn weed() -> Option<PathBuf> {
-    if let Some(path) = std::env::var_os("VOLLEY_TEST_WEED") {
-        return Some(path.into());
-    }
-    std::env::split_paths(&std::env::var_os("PATH")?).map(|dir| dir.join("weed")).find(|path| path.is_file())
-}
-
-struct Weed {
-    child: Child,
-    _dir: tempfile::TempDir,
-}
-
-impl Drop for Weed {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
-}
-
-fn free_port() -> u16 {
-    // SeaweedFS takes the port plus 10,000 for gRPC.
-    loop {
-        let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
-        if port < 50_000 && std::net::TcpListener::bind(("127.0.0.1", port + 10_000)).is_ok() {
-            return port;
-        }
-    }
-}
-
-fn start(binary: PathBuf) -> (Weed, String) {
-    let dir = tempfile::tempdir().unwrap();
-    let identities = format!(
-        r#"{{"identities":[{{"name":"t","credentials":[{{"accessKey":"{ACCESS_KEY}","secretKey":"{SECRET_KEY}"}}],"actions":["Admin","Read","Write","List","Tagging"]}}]}}"#
-    );
-    let s3_config = dir.path().join("s3.json");
-    std::fs::write(&s3_config, identities).unwrap();
-    let [master, volume, filer, s3] = [free_port(), free_port(), free_port(), free_port()];
-    let child = Command::new(binary)
-        .arg("server")
-        .arg(format!("-dir={}", dir.path().display()))
-        .arg("-ip=127.0.0.1")
-        .arg(format!("-master.port={master}"))
-        .arg(format!("-volume.port={volume}"))
-        .arg("-filer")
-        .arg(format!("-filer.port={filer}"))
-        .arg("-s3")
-        .arg(format!("-s3.port={s3}"))
-        .arg(format!("-s3.config={}", s3_config.display()))
-        .arg("-master.volumeSizeLimitMB=64")
-        .current_dir(dir.path())
-        .stdout(Stdio::null())
-        .stderr(Stdio::null())
-        .spawn()
-        .unwrap();
-    (Weed { child, _dir: dir }, format!("http://127.0.0.1:{s3}"))
-}
-
 #[tokio::test(flavor = "multi_thread")]
 async fn the_client_works_with_seaweedfs() {
-    let Some(binary) = weed() else {
-        eprintln!("skipped: no SeaweedFS binary; set VOLLEY_TEST_WEED, or put `weed` on the PATH");
-        return;
-    };
-    let (_weed, endpoint) = start(binary);
+    let Some(weed) = weed::Weed::start(ACCESS_KEY, SECRET_KEY) else { return };
+    let endpoint = weed.endpoint.clone();
     let s = Store::connect(&config(&endpoint)).await.unwrap();
     for _ in 0..60 {
         if s.ensure_bucket().await.is_ok() && s.put("warm", "1".into()).await.is_ok() {

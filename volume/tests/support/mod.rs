@@ -1,6 +1,9 @@
 //! A bucket on the embedded server whose requests are counted and whose answers are lost on demand, and hosts on it.
 #![allow(dead_code, reason = "each test file uses its own part")]
 
+#[path = "../../store/tests/support/weed.rs"]
+pub mod weed;
+
 use std::sync::{Arc, Mutex};
 
 use bytes::Bytes;
@@ -100,7 +103,12 @@ pub struct World {
     pub dir: std::path::PathBuf,
     pub runtime: Runtime,
     endpoint: String,
-    _mine: Option<(tempfile::TempDir, EmbeddedServer)>,
+    _mine: Option<(tempfile::TempDir, Server)>,
+}
+
+enum Server {
+    Embedded(#[allow(dead_code, reason = "it is there")] EmbeddedServer),
+    Weed(#[allow(dead_code, reason = "it is there")] weed::Weed),
 }
 
 impl World {
@@ -111,9 +119,41 @@ impl World {
             EmbeddedConfig { root, bind: "127.0.0.1:0".parse().unwrap(), access_key: "k".into(), secret_key: "s".into(), reserve_bytes: 0 };
         let server = runtime.block_on(EmbeddedServer::start(config)).unwrap();
         let (path, endpoint) = (dir.path().to_owned(), server.endpoint());
-        let world = Self { dir: path, runtime, endpoint, _mine: Some((dir, server)) };
+        let world = Self { dir: path, runtime, endpoint, _mine: Some((dir, Server::Embedded(server))) };
         world.runtime.block_on(async { world.store().await.ensure_bucket().await }).unwrap();
         world
+    }
+
+    /// The same on SeaweedFS, where there is one.
+    pub fn on_seaweedfs() -> Option<Self> {
+        let weed = weed::Weed::start("k", "s")?;
+        let (dir, runtime) = (tempfile::tempdir().unwrap(), Runtime::new().unwrap());
+        let (path, endpoint) = (dir.path().to_owned(), weed.endpoint.clone());
+        let world = Self { dir: path, runtime, endpoint, _mine: Some((dir, Server::Weed(weed))) };
+        let begun = std::time::Instant::now();
+        let warm = || {
+            world.runtime.block_on(async {
+                let store = world.store().await;
+                store.ensure_bucket().await.is_ok()
+                    && store.put("warm", "1".into()).await.is_ok()
+                    && Store::delete(&store, "warm").await.is_ok()
+            })
+        };
+        while !warm() {
+            assert!(begun.elapsed() < std::time::Duration::from_secs(60), "SeaweedFS does not answer");
+            std::thread::sleep(std::time::Duration::from_millis(200));
+        }
+        Some(world)
+    }
+
+    /// Where the bucket's server is.
+    pub fn server(&self) -> std::net::SocketAddr {
+        self.endpoint.strip_prefix("http://").unwrap().parse().unwrap()
+    }
+
+    /// Hosts that are made from now on reach the bucket through this address.
+    pub fn through(&mut self, proxy: std::net::SocketAddr) {
+        self.endpoint = format!("http://{proxy}");
     }
 
     /// Where another process finds it.

@@ -24,7 +24,7 @@ use crate::state::fence::{Tried, Verdict, judge, rebase};
 use crate::state::map::Map;
 use crate::state::moves::{self, MoveError};
 use crate::state::overlay::{Place, Run};
-use crate::volume::{Failure, Shared};
+use crate::volume::{Failure, Shared, State};
 
 /// Packs that are on their way at once. One that is built while others travel keeps a link of 1 Gbit/s busy.
 const UPLOADS_MAX: usize = 4;
@@ -176,12 +176,29 @@ impl Shared {
     fn committed(&self, dirty: u64) {
         let mut state = lock(&self.state);
         state.dirty = state.dirty.saturating_sub(dirty);
-        let (committed, keep) = (state.committed, self.host.limits.log_keep_bytes);
+        if state.short {
+            self.give_back_all(&mut state);
+        } else {
+            self.give_back(&mut state, self.host.limits.log_keep_bytes);
+        }
+        drop(state);
+        self.room.notify_all();
+    }
+
+    /// Gives back what S3 has of the log, but for about `keep` bytes.
+    fn give_back(&self, state: &mut State, keep: u64) {
+        let committed = state.committed;
         let oldest = state.log.oldest_wanted(committed, keep);
         state.overlay.forget(committed, oldest);
         state.log.give_back(oldest);
-        drop(state);
-        self.room.notify_all();
+    }
+
+    /// Gives back all of the log's room that is not needed; tells whether there was any.
+    pub fn give_back_all(&self, state: &mut State) -> bool {
+        let before = state.log.bytes();
+        self.give_back(state, 0);
+        state.log.drop_spares();
+        state.log.bytes() < before
     }
 
     /// Replaces the head, until it is known to be there, or somebody else has the right.
@@ -255,7 +272,7 @@ impl Shared {
         loop {
             let mut state = lock(&self.state);
             let mut since: Option<Instant> = None;
-            while !state.closing && state.failure.is_none() && state.dirty < limits.commit_bytes {
+            while !state.closing && state.failure.is_none() && state.dirty < limits.commit_bytes && !(state.short && state.dirty > 0) {
                 if state.dirty == 0 {
                     state = self.wake.wait(state).unwrap_or_else(std::sync::PoisonError::into_inner);
                     continue;

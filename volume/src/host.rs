@@ -205,6 +205,11 @@ impl Host {
         self.slab.as_ref().is_some_and(|slab| slab.has(pack, offset))
     }
 
+    /// The disk is full: the cache on it, which nobody needs, leaves its room. Tells whether it had any.
+    pub(crate) fn leave_room(&self) -> bool {
+        self.slab.as_ref().is_some_and(Slab::leave_room)
+    }
+
     /// Keeps an extent that was fetched.
     pub(crate) fn keep_extent(&self, pack: PackRef, offset: u32, plain: &Arc<Vec<u8>>) {
         self.cache.keep_extent(pack, offset, Arc::clone(plain));

@@ -272,7 +272,8 @@ impl Host {
         let entries = found.entries.clone();
         let log = Log::new(of, epoch, found, Box::new(random));
         let size = head.latest().size;
-        let mut state = State { log, overlay: Default::default(), map, bodies, size, committed, dirty: 0, failure: None, closing: false };
+        let mut state =
+            State { log, overlay: Default::default(), map, bodies, size, committed, dirty: 0, short: false, failure: None, closing: false };
         for entry in entries {
             state.play(entry.record.change, entry.record.op, entry.place);
             state.dirty += entry.record.bytes();

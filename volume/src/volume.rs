@@ -70,6 +70,8 @@ pub(crate) struct State {
     pub committed: u64,
     /// Bytes that were appended since the last commit's cut.
     pub dirty: u64,
+    /// Somebody waits for room on the log's disk: a commit must not wait for more, and nothing is kept that S3 has.
+    pub short: bool,
     pub failure: Option<Failure>,
     pub closing: bool,
 }

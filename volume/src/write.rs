@@ -4,11 +4,13 @@
 
 use std::io;
 use std::ops::Range;
+use std::sync::MutexGuard;
 use std::time::Instant;
 
 use crate::format::log::{Change, RECORD_BLOCKS_MAX};
 use crate::format::{BLOCK, BLOCK_BYTES};
 use crate::host::lock;
+use crate::io::log::LogError;
 use crate::volume::{Shared, State, blocks_of};
 
 impl Shared {
@@ -61,12 +63,20 @@ impl Shared {
     pub fn append(&self, change: Change, data: &[&[u8]], still: impl Fn(&State) -> bool) -> io::Result<bool> {
         let bytes = data.iter().map(|piece| piece.len() as u64).sum::<u64>();
         let mut state = self.room_for(bytes)?;
-        state.alive()?;
-        if !still(&state) {
-            return Ok(false);
-        }
-        let segment = state.log.current();
-        let (op, place) = state.log.append(change, data).map_err(|error| self.log_error(&error))?;
+        let end = Instant::now() + self.host.limits.stall_max;
+        let (segment, op, place) = loop {
+            state.alive()?;
+            if !still(&state) {
+                return Ok(false);
+            }
+            let segment = state.log.current();
+            match state.log.append(change, data) {
+                Ok((op, place)) => break (segment, op, place),
+                Err(error) if error.is_full() => state = self.wait_for_disk(state, &error, end)?,
+                Err(error) => return Err(self.log_error(&error)),
+            }
+        };
+        state.short = false;
         state.play(change, op, place);
         let before = state.dirty;
         state.dirty += bytes.max(BLOCK);
@@ -84,8 +94,24 @@ impl Shared {
         Ok(true)
     }
 
+    /// The disk is full: gives up what is on it beside what S3 lacks, and if that was nothing, waits until a commit has made room. Returns when it may be tried again.
+    fn wait_for_disk<'a>(&'a self, mut state: MutexGuard<'a, State>, error: &LogError, end: Instant) -> io::Result<MutexGuard<'a, State>> {
+        if self.host.leave_room() | (!self.ephemeral && self.give_back_all(&mut state)) {
+            return Ok(state);
+        }
+        let left = end.saturating_duration_since(Instant::now());
+        if self.ephemeral || state.dirty == 0 || left.is_zero() || state.closing {
+            return Err(self.log_error(error));
+        }
+        state.short = true;
+        self.wake.notify_all();
+        let dirty = state.dirty;
+        let same = |state: &mut State| state.failure.is_none() && !state.closing && state.dirty == dirty;
+        Ok(self.room.wait_timeout_while(state, left, same).map_or_else(|e| e.into_inner().0, |(state, _)| state))
+    }
+
     /// Waits until there is room for so many bytes: until a commit went through, or the wait was long enough to say that the disk is full.
-    fn room_for(&self, bytes: u64) -> io::Result<std::sync::MutexGuard<'_, State>> {
+    fn room_for(&self, bytes: u64) -> io::Result<MutexGuard<'_, State>> {
         let limits = &self.host.limits;
         let mut state = lock(&self.state);
         let full = |state: &State| {

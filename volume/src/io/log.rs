@@ -459,6 +459,15 @@ impl Log {
         Ok(())
     }
 
+    /// Gives up the segments that wait to be used again: there is no room for them.
+    pub fn drop_spares(&mut self) {
+        for path in self.spares.drain(..) {
+            if let Err(error) = std::fs::remove_file(&path) {
+                tracing::warn!(path = %path.display(), %error, "a segment of a volume's log stays on the disk");
+            }
+        }
+    }
+
     /// Gives back the segments before `oldest`.
     pub fn give_back(&mut self, oldest: u64) {
         let kept = self.segments.split_off(&oldest.min(self.current()));
@@ -489,7 +498,14 @@ fn make(path: &Path) -> io::Result<()> {
 fn take_room(file: &File, room: &mut u64, end: u64) -> io::Result<()> {
     let step = (*room).clamp(ROOM_FIRST, ROOM_STEP_MAX);
     let whole = (*room + step).max(end).min(SEGMENT_BYTES.into());
-    match rustix::fs::fallocate(file, rustix::fs::FallocateFlags::empty(), 0, whole) {
+    let take = |bytes| rustix::fs::fallocate(file, rustix::fs::FallocateFlags::empty(), 0, bytes);
+    match take(whole) {
+        // The disk is nearly full: what is needed now may fit all the same.
+        Err(rustix::io::Errno::NOSPC | rustix::io::Errno::DQUOT) if end < whole => {
+            take(end)?;
+            *room = end;
+            return Ok(());
+        }
         // A file system that takes no room ahead: writes find out.
         Err(rustix::io::Errno::OPNOTSUPP) => file.set_len(whole)?,
         taken => taken?,

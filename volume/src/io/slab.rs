@@ -35,6 +35,8 @@ struct Slots {
     free: Vec<u32>,
     /// Slots that were ever used.
     used: u32,
+    /// Fewer than were allowed, since others needed the room.
+    max: Option<u32>,
     next: u64,
 }
 
@@ -121,6 +123,20 @@ impl Slab {
     #[must_use]
     pub fn index(&self) -> Option<&Index> {
         self.index.as_deref()
+    }
+
+    /// Empties it, since somebody who needs it finds no room on its disk; until the next start it takes half of what it had. Tells whether it had anything.
+    pub fn leave_room(&self) -> bool {
+        let mut slots = lock(&self.slots);
+        if slots.used == 0 {
+            return false;
+        }
+        let all: Vec<ExtentKey> = slots.entries.keys().copied().collect();
+        all.iter().for_each(|key| self.remove(&mut slots, key));
+        // Nonces count on.
+        *slots = Slots { max: Some(slots.used / 2), next: slots.next, ..Slots::default() };
+        // Whoever reads meanwhile reads zeros, which do not open.
+        self.file.set_len(0).is_ok()
     }
 
     /// Is an extent there?
@@ -225,7 +241,7 @@ impl Slab {
         while taken.len() < wanted {
             if let Some(slot) = slots.free.pop() {
                 taken.push(slot);
-            } else if slots.used < self.slots_max {
+            } else if slots.used < slots.max.unwrap_or(self.slots_max) {
                 taken.push(slots.used);
                 slots.used += 1;
             } else {

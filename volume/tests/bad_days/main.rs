@@ -1,10 +1,13 @@
 //! Bad days of a volume, on a bucket of the real client's: S3 that is away, disks that are full, bits that flip, ranges as large as a disk. Each compares bytes.
+//!
+//! `OUTAGE_SECS=60 cargo test -p volley-volume --test bad_days outage` lets S3 be away for longer than the 3 s of a usual run.
 #![expect(clippy::unwrap_used, reason = "a test says with a panic that it failed")]
 
 #[path = "../support/mod.rs"]
 mod support;
 
 mod flips;
+mod full;
 
 use std::path::Path;
 

@@ -6,8 +6,11 @@
 #[path = "../support/mod.rs"]
 mod support;
 
+mod engine;
 mod flips;
 mod full;
+mod outage;
+mod ranges;
 
 use std::path::Path;
 

@@ -7,4 +7,5 @@ mod disks;
 mod kills;
 mod mounts;
 mod programs;
+mod stopped;
 mod world;

@@ -54,14 +54,30 @@ fn joined<T>(thread: JoinHandle<T>) -> T {
 /// Does something on a thread of its own, until it ends or is stopped.
 fn run<T: Send + 'static>(bucket: &Fake, work: impl FnOnce() -> T + Send + 'static) -> Run<T> {
     let before = bucket.held();
-    let thread = std::thread::spawn(work);
-    let begun = Instant::now();
+    let (tell, told) = std::sync::mpsc::channel();
+    let thread = std::thread::spawn(move || {
+        tell.send(rustix::thread::gettid().as_raw_nonzero()).unwrap();
+        work()
+    });
+    let (thread_id, begun) = (told.recv().unwrap(), Instant::now());
+    // It may have others under way beside the one that waits: until it waits for that one alone, a fault that is meant for somebody else could meet them.
+    let waits = || {
+        let stat = std::fs::read_to_string(format!("/proc/self/task/{thread_id}/stat")).unwrap_or_default();
+        stat.contains(") S ")
+    };
     loop {
         if thread.is_finished() {
             bucket.clear_faults();
             return Run::Done(joined(thread));
         }
         if let Some(hold) = bucket.held().into_iter().find(|hold| !before.contains(hold)) {
+            let (mut quiet, mut made) = (0, bucket.made());
+            while quiet < 5 && !thread.is_finished() {
+                std::thread::sleep(Duration::from_micros(100));
+                quiet = if waits() && bucket.made() == made { quiet + 1 } else { 0 };
+                made = bucket.made();
+            }
+            bucket.clear_faults();
             return Run::Stopped(Stopped { thread, hold });
         }
         assert!(begun.elapsed() < Duration::from_secs(60), "it neither ends nor waits");
@@ -700,6 +716,11 @@ impl History {
 
     fn end<T>(&mut self, work: Stopped<T>) -> T {
         self.bucket.release(work.hold);
+        let begun = Instant::now();
+        while !work.thread.is_finished() {
+            assert!(begun.elapsed() < Duration::from_secs(60), "it does not go on");
+            std::thread::sleep(Duration::from_micros(50));
+        }
         joined(work.thread)
     }
 

@@ -43,6 +43,7 @@ struct Inner {
     requests: Vec<(&'static str, String)>,
     held: BTreeMap<u64, oneshot::Sender<()>>,
     holds: u64,
+    made: u64,
     late: Vec<Letter>,
 }
 
@@ -100,6 +101,11 @@ impl Fake {
         inner.objects.insert(key.to_owned(), (body, writes));
     }
 
+    /// How many requests were ever made.
+    pub fn made(&self) -> u64 {
+        self.inner().made
+    }
+
     /// Requests that wait now, by numbers that grow.
     pub fn held(&self) -> Vec<u64> {
         self.inner().held.keys().copied().collect()
@@ -126,6 +132,7 @@ impl Fake {
         let (fault, wait) = {
             let mut inner = self.inner();
             inner.requests.push((request, key.to_owned()));
+            inner.made += 1;
             let found = inner.faults.iter().position(|(kind, _)| *kind == request);
             let fault = found.and_then(|at| inner.faults.remove(at)).map_or(Fault::Pass, |(_, fault)| fault);
             let wait = (fault == Fault::Hold).then(|| {

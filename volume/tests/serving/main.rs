@@ -7,6 +7,7 @@ mod client;
 mod device;
 mod file;
 mod process;
+mod replay;
 mod requests;
 mod restart;
 mod sockets;

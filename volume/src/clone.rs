@@ -15,6 +15,7 @@ use crate::format::keys;
 use crate::format::seal::FamilyKey;
 use crate::format::snapshot::{SNAPSHOT_BYTES_MAX, Snapshot};
 use crate::host::{FetchError, Host, at, boot_id, lock, now_ms, random, replace_file};
+use crate::io::s3::ObjectsError;
 use crate::open::{HOLDING, OpenError, Opening};
 use crate::state::map::Map;
 use crate::state::moves::{self, Create};
@@ -67,13 +68,32 @@ impl Host {
         Ok((moves::clone(by, &base.snapshot), base.family.clone()))
     }
 
-    /// A clone as a volume of its own: one request, none to the snapshot's volume.
+    /// A clone as a volume of its own: one object is written, none of the snapshot's volume.
     ///
     /// # Errors
-    /// [`OpenError`].
+    /// [`OpenError`]; [`OpenError::BaseGone`]: nothing was made.
     pub fn clone_named(&self, snapshot: SnapshotId, volume: VolumeId, flush: FlushMode) -> Result<(), OpenError> {
         let (head, family) = self.clone_head(snapshot, volume, flush)?;
-        self.put_new_head(&head, &family).map(|_| ())
+        self.put_new_head(&head, &family)?;
+        self.base_is_there(snapshot, volume)
+    }
+
+    /// Looks whether the snapshot is still there whose blocks a head names that was just written. Whoever was stopped between reading the one and writing the other may come days
+    /// too late: then what it names is collected, or will be, and a head that says so would keep every collection from going on. While the snapshot is there nothing
+    /// that it names goes, and later collections see the head.
+    fn base_is_there(&self, snapshot: SnapshotId, volume: VolumeId) -> Result<(), OpenError> {
+        match self.get(&keys::snapshot(snapshot), SNAPSHOT_BYTES_MAX) {
+            Ok(_) => Ok(()),
+            Err(ObjectsError::NotFound { .. }) => {
+                // Never one that anybody was given since: a clone is made with an epoch of 0, or kept with 1.
+                self.change_head(volume, |head, commit| match head.tombstone.is_some() || head.epoch > 1 {
+                    true => Ok(None),
+                    false => moves::remove(head, true, now_ms(), commit).map(Some),
+                })?;
+                Err(OpenError::BaseGone { volume, snapshot })
+            }
+            Err(error) => Err(error.into()),
+        }
     }
 
     /// A clone that is on this host only. `volume`: fresh, or that of a clone which a process before this one had open here: it goes on then.
@@ -122,6 +142,9 @@ impl Volume {
         let shared = &self.shared;
         let mut commits = lock(&shared.commits);
         let content = shared.first_commit(&mut commits)?;
+        if let Some(base) = commits.head.base {
+            shared.host.base_is_there(base, shared.id)?;
+        }
         drop(commits);
         self.drop_clone()?;
         Ok(content)

@@ -7,7 +7,7 @@ use std::fs::File;
 use std::path::PathBuf;
 use std::sync::{Arc, Condvar, Mutex};
 
-use volley_jobspecs::ids::{AttemptName, TenantId, VolumeId};
+use volley_jobspecs::ids::{AttemptName, SnapshotId, TenantId, VolumeId};
 
 use crate::commit::{CommitError, Commits, Next};
 use crate::format::content::{Content, check_size};
@@ -62,6 +62,14 @@ pub enum OpenError {
     Ephemeral {
         /// The clone.
         volume: VolumeId,
+    },
+    /// It was not made: what it should begin with was removed meanwhile.
+    #[error("{volume} was not made: its snapshot {snapshot} was removed before; clone one that is there")]
+    BaseGone {
+        /// The clone.
+        volume: VolumeId,
+        /// Of which snapshot.
+        snapshot: SnapshotId,
     },
     /// Others change the head all the time, or nobody answers.
     #[error("{volume}: the head can't be taken: {why}")]

@@ -17,7 +17,7 @@ use volley_volume::format::keys;
 use volley_volume::format::seal::ClusterKeys;
 use volley_volume::io::fake::{Fake, Fault};
 use volley_volume::io::s3::Objects;
-use volley_volume::{CollectError, Collected, Collection, Host, Known, Pinned, Promotion};
+use volley_volume::{CollectError, Collected, Collection, Host, Known, OpenError, Pinned, Promotion};
 
 const DAY_MS: u64 = 86_400_000;
 /// Too much for a head.
@@ -196,6 +196,34 @@ fn whoever_keeps_a_clone_too_late_is_told_so() {
         world.collect(false).unwrap();
     }
     assert!(!world.bucket.keys().iter().any(|key| key.starts_with(&keys::volume(id(7)))), "{:?}", world.bucket.keys());
+}
+
+#[test]
+fn whoever_makes_a_clone_of_what_was_collected_is_told_so_and_collections_go_on() {
+    let mut world = World::new();
+    world.make(1);
+    (0..70).for_each(|n| world.write(1, n * 4096, &noise(PIECE, n)));
+    world.host.snapshot_accepted(id(1), snap(1)).unwrap();
+    world.known.snapshots.insert(snap(1));
+    // Small enough for its head: nothing of it lies in the bucket, which would tell a collection of it.
+    let clone = world.host.clone_ephemeral(snap(1), id(7), FlushMode::None, false).unwrap();
+    clone.write(0, &[5; 4096], false).unwrap();
+    world.known.snapshots.clear();
+    world.known.volumes.clear();
+    world.host.remove(id(1), true).unwrap();
+    for day in 0..20 {
+        world.days = day;
+        world.collect(false).unwrap();
+    }
+    assert_eq!(world.bucket.keys(), [volley_volume::format::condemned::KEY]);
+    // The host knows the snapshot from before.
+    assert!(matches!(clone.keep(), Err(OpenError::BaseGone { .. })));
+    assert!(matches!(world.host.clone_named(snap(1), id(8), FlushMode::Local), Err(OpenError::BaseGone { .. })));
+    for day in 20..26 {
+        world.days = day;
+        world.collect(false).unwrap();
+    }
+    assert_eq!(world.bucket.keys(), [volley_volume::format::condemned::KEY]);
 }
 
 #[test]

@@ -54,7 +54,7 @@ fn start(world: &World, first: u64) -> Child {
 
 #[test]
 fn what_a_killed_process_had_written_is_there() {
-    let rounds: u64 = std::env::var("ROUNDS").ok().and_then(|rounds| rounds.parse().ok()).unwrap_or(10);
+    let rounds: u64 = std::env::var("ROUNDS").ok().and_then(|rounds| rounds.parse().ok()).unwrap_or(20);
     let world = World::new();
     world.host("a", limits()).0.create(new(id(1), BLOCKS * 4096, FlushMode::Local)).unwrap();
     let (mut plain, mut next) = (vec![0; (BLOCKS * 4096) as usize], 1);

@@ -75,17 +75,19 @@ fn logs(dir: &Path) -> Vec<PathBuf> {
     all
 }
 
-/// Where there is something in a file, one place in each page of it, drawn by its number.
-fn places(path: &Path) -> Vec<u64> {
+/// Where there is something in a file: the header, and one place in each part of so many bytes, drawn by its number.
+fn places(path: &Path, part: usize) -> Vec<u64> {
     let bytes = std::fs::read(path).unwrap();
-    let pages = bytes.chunks(1024).enumerate().filter(|(_, page)| page.iter().any(|byte| *byte != 0));
-    pages.map(|(n, page)| n as u64 * 1024 + (n as u64 * 389) % page.len() as u64).collect()
+    let parts = bytes.chunks(part).enumerate().filter(|(_, part)| part.iter().any(|byte| *byte != 0));
+    parts.map(|(n, part)| (n * part.len()) as u64 + if n == 0 { 5 } else { (n as u64 * 389) % part.len() as u64 }).collect()
 }
 
 /// The log of a process that was killed: whatever bit of it flips, it is refused, or it is all there. Only of the very last record nobody can say whether it was
 /// ever written to its end.
 #[test]
 fn a_flipped_bit_of_the_log_is_told_or_does_not_matter() {
+    // Each place is a process that begins anew; `FLIPS=512` has one in each 512 bytes.
+    let part = std::env::var("FLIPS").ok().and_then(|part| part.parse().ok()).unwrap_or(6_000);
     for flushed in [true, false] {
         let world = World::new();
         let (host, _) = world.host("a", quiet());
@@ -109,7 +111,7 @@ fn a_flipped_bit_of_the_log_is_told_or_does_not_matter() {
         let mut told = 0;
         let mut last = 0;
         for (number, path) in logs(&well.join(id(1).to_string())).into_iter().enumerate() {
-            for at in places(&path) {
+            for at in places(&path, part) {
                 let name = format!("flipped-{number}-{at}");
                 let dir = world.dir.join(&name);
                 copy(&well, &dir);
@@ -134,6 +136,6 @@ fn a_flipped_bit_of_the_log_is_told_or_does_not_matter() {
             }
         }
         println!("flushed: {flushed}: {told} flips were told, {last} cost the last record");
-        assert!(told > 50 && last > 0 && last < 30, "{told} {last}");
+        assert!(told > 40 && last > 0 && last * 5 < told, "{told} {last}");
     }
 }

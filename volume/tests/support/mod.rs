@@ -181,6 +181,11 @@ impl World {
         (Host::new(Arc::clone(&objects) as Arc<dyn Objects>, keys, dir, self.runtime.handle().clone(), limits), objects)
     }
 
+    /// An object's bytes.
+    pub fn object(&self, key: &str) -> Vec<u8> {
+        self.runtime.block_on(async { Store::get(&self.store().await, key, 1 << 30).await }).unwrap().to_vec()
+    }
+
     /// Flips a bit in the middle of each object whose key has `part` in it; returns how many.
     pub fn damage(&self, part: &str) -> usize {
         self.runtime.block_on(async {

@@ -38,5 +38,6 @@ mod task_volumes;
 mod telemetry;
 mod templates;
 mod users;
+mod volume_kills;
 mod volumes;
 mod volumes_in_images;

@@ -192,7 +192,7 @@ impl Leader {
         if state.head.round >= self.round {
             self.in_flight = false;
         }
-        self.scheduler.learn(&fx.attempts);
+        self.scheduler.learn(state, &fx.attempts);
         self.works.applied(state, fx);
         for name in &fx.workers {
             match state.workers.get(name) {

@@ -1,7 +1,7 @@
 //! place: ready tasks and free capacity become one list of assignments a round.
 //!
-//! Owns the order (priority, then fair share by tenant and job, then fit, then avoiding the worker where a task failed), the size
-//! of bundles and the judgement of workers. Runs on the leader only: its decisions are records, so it may use clocks and floats,
+//! Owns the order (priority, then fair share by tenant and job, then fit, then avoiding the worker where a task failed, then who has its volumes
+//! in a cache), the size of bundles and the judgement of workers. Runs on the leader only: its decisions are records, so it may use clocks and floats,
 //! and may differ between builds. Does not own what `apply` makes of them (`assign`).
 
 use std::cmp::Reverse;
@@ -21,7 +21,9 @@ use crate::state::worker::{self, BUNDLES_PER_SLOT, Bundle, Promised, Worker};
 use crate::volumes;
 
 mod measure;
+mod warm;
 pub use measure::{Conduct, Durations};
+use warm::Warm;
 
 /// A bundle aims at this much work, in milliseconds (DESIGN §5): a hundred times the cost of a message, short enough to rebalance.
 pub const BUNDLE_MS: u64 = 100;
@@ -36,6 +38,9 @@ pub const ROUND_ASSIGNMENTS_MAX: usize = 2_048;
 pub const ROUND_RUNS_MAX: usize = 16_384;
 /// Failed tasks whose worker is remembered; beyond that the oldest are forgotten and may meet the same worker again.
 pub const AVOID_MAX: usize = 100_000;
+/// How much busier than the least busy one a worker that has a task's volumes in its cache may be, in thousandths of its slots, and be taken all the same: a
+/// cold cache costs tens of milliseconds, a crowded worker may cost more.
+const WARM_LOAD_MAX: u64 = 500;
 
 /// What the leader has learnt and keeps from round to round. Losing it costs a little speed, never correctness.
 #[derive(Debug)]
@@ -46,6 +51,7 @@ pub struct Scheduler {
     starts: BTreeMap<JobId, (f64, u64)>,
     avoid: BTreeMap<(JobId, u32), WorkerId>,
     conduct: BTreeMap<WorkerId, Conduct>,
+    warm: Warm,
 }
 
 impl Scheduler {
@@ -59,12 +65,18 @@ impl Scheduler {
             starts: BTreeMap::new(),
             avoid: BTreeMap::new(),
             conduct: BTreeMap::new(),
+            warm: Warm::default(),
         }
     }
 
-    /// Learns from ended attempts.
-    pub fn learn(&mut self, ended: &[(AttemptName, AttemptRow)]) {
+    /// Learns from ended attempts. `state`: with their records applied.
+    pub fn learn(&mut self, state: &State, ended: &[(AttemptName, AttemptRow)]) {
         for (name, row) in ended {
+            if let Some(job) =
+                state.jobs.get(&name.job).filter(|job| row.end.ending == Ending::Succeeded && !job.facts.plan.volumes.is_empty())
+            {
+                self.warm.ran(state, job, name.index, &row.worker);
+            }
             let ran = match row.end.ending {
                 Ending::Succeeded => true,
                 Ending::Failed(class) => says_something(class),
@@ -172,9 +184,9 @@ struct Candidate<'a> {
 
 impl Candidate<'_> {
     /// Does a bundle run here that will be over soon? Behind long ones alone nothing should wait.
-    fn soon_idle(&mut self, cluster: &Cluster) -> bool {
+    fn soon_idle(&mut self, cluster: &Cluster<'_>) -> bool {
         let is_young = |bundle: &&Bundle| {
-            cluster.short.contains(&bundle.job) && cluster.now_ms <= bundle.assigned_ms.saturating_add(YOUNG_BUNDLE_MS_MAX)
+            cluster.short.contains(&bundle.job) && cluster.state.head.now_ms <= bundle.assigned_ms.saturating_add(YOUNG_BUNDLE_MS_MAX)
         };
         let held = self.worker.bundles.values();
         let young = *self.young.get_or_insert_with(|| held.filter(is_young).count() as u32);
@@ -224,7 +236,7 @@ pub fn place(scheduler: &mut Scheduler, state: &State, now_ms: u64, silent: &BTr
     let mut shares = Shares::new(scheduler, state, now_ms);
     let mut assignments = Vec::new();
     let short: BTreeSet<JobId> = state.jobs.keys().copied().filter(|job| scheduler.may_wait(*job)).collect();
-    let cluster = Cluster { short, slots, now_ms: state.head.now_ms };
+    let cluster = Cluster { short, slots, state };
     let mut runs = 0;
     while assignments.len() < ROUND_ASSIGNMENTS_MAX && runs < ROUND_RUNS_MAX {
         let Some(mut queue) = shares.pop() else { break };
@@ -259,12 +271,11 @@ fn next_is_free(state: &State, queue: &mut Queue<'_>) -> bool {
 }
 
 /// What one round knows of the whole cluster.
-struct Cluster {
+struct Cluster<'a> {
     /// Jobs whose tasks are short enough to wait behind others, and to be waited for.
     short: BTreeSet<JobId>,
     slots: u32,
-    /// The state's time, in milliseconds.
-    now_ms: u64,
+    state: &'a State,
 }
 
 /// The least loaded worker that takes the queue's next bundle. When none does only because no slot is idle, those that could are
@@ -274,7 +285,7 @@ fn fit(
     queue: &mut Queue<'_>,
     candidates: &mut [Candidate<'_>],
     by_load: &BTreeSet<(u64, usize)>,
-    cluster: &Cluster,
+    cluster: &Cluster<'_>,
 ) -> Option<(usize, Assignment)> {
     let job = queue.job;
     let needs = &job.facts.plan.needs;
@@ -297,7 +308,9 @@ fn fit(
             && could(c)
             && c.promised.fits(needs, &c.worker.info, if idle { 1 } else { BUNDLES_PER_SLOT })
     };
-    let Some(at) = by_load.iter().map(|(_, at)| *at).find(|at| fits(&mut candidates[*at])) else {
+    let least = by_load.iter().map(|(_, at)| *at).find(|at| fits(&mut candidates[*at]));
+    let warmer = least.and_then(|least| warm_place(scheduler, cluster.state, (job, next), candidates, least, fits));
+    let Some(at) = warmer.or(least) else {
         if !may_wait {
             let busy = |c: &Candidate<'_>| c.bundles >= c.worker.info.slots && avoided != Some(c.name) && could(c);
             candidates.iter_mut().filter(|c| busy(c)).for_each(|c| c.reserved = true);
@@ -316,6 +329,27 @@ fn fit(
     let worker = &candidates[at];
     let assignment = Assignment { worker: worker.name.clone(), incarnation: worker.worker.incarnation, job: job.id, tasks };
     (!assignment.tasks.is_empty()).then_some((at, assignment))
+}
+
+/// A worker with an idle slot that has the task's volumes in its cache and is hardly busier than the least busy one that takes it.
+fn warm_place(
+    scheduler: &Scheduler,
+    state: &State,
+    (job, index): (&Job, u32),
+    candidates: &mut [Candidate<'_>],
+    least: usize,
+    fits: impl Fn(&mut Candidate<'_>) -> bool,
+) -> Option<usize> {
+    if job.facts.plan.volumes.is_empty() {
+        return None;
+    }
+    let load_max = candidates.get(least)?.load() + WARM_LOAD_MAX;
+    scheduler.warm.workers(state, job, index).into_iter().find_map(|name| {
+        // They are in the order of their names, as the state has them.
+        let at = candidates.binary_search_by(|candidate| candidate.name.cmp(name)).ok()?;
+        let candidate = candidates.get_mut(at)?;
+        (candidate.bundles < candidate.worker.info.slots && candidate.load() <= load_max && fits(candidate)).then_some(at)
+    })
 }
 
 /// Jobs that may start something, by priority class, tenant and job share.

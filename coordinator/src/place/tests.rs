@@ -60,7 +60,7 @@ impl Cluster {
         let sequence = self.state.head.sequence + 1;
         let mut fx = Effects::default();
         apply(&mut self.state, sequence, record, &mut fx).unwrap();
-        self.scheduler.learn(&fx.attempts);
+        self.scheduler.learn(&self.state, &fx.attempts);
         sequence
     }
 
@@ -337,7 +337,7 @@ fn ends_that_say_nothing_of_the_worker_do_not_have_it_quarantined() {
             let failed = AttemptEnd { blameless, ..end(name(index), Ending::Failed(class), 1) };
             (name(index), AttemptRow { end: failed, worker: worker(0), assigned_ms: 0, ended_ms: 1 })
         };
-        scheduler.learn(&(0..40).map(row).collect::<Vec<_>>());
+        scheduler.learn(&State::default(), &(0..40).map(row).collect::<Vec<_>>());
         assert_eq!(scheduler.misbehaving().len(), judged, "{class} {blameless:?}");
         assert_eq!(scheduler.avoid.len(), 40, "another worker may do better");
     }
@@ -417,4 +417,48 @@ fn a_task_goes_where_its_image_is_and_anywhere_while_it_is_nowhere() {
     let needs = &cluster.state.jobs[&id].facts.plan.needs;
     let warned = crate::explain::nowhere(&cluster.state, needs).unwrap();
     assert!(warned.contains("w0 has no image that is called as $.task.image says (`volley image import`"), "{warned}");
+}
+
+#[test]
+fn a_volume_goes_where_it_was_unless_that_is_busy() {
+    use volley_jobspecs::ids::{SnapshotId, VolumeId};
+    use volley_jobspecs::wire::volume::{Access, VolumePlan};
+    use volley_jobspecs::wire::work::HasVolumes;
+
+    let mut cluster = Cluster::new();
+    let volume = VolumeId([7; 16]);
+    let verb = Verb::PutVolume { name: "data".to_owned(), volume, size_bytes: 1 << 20 };
+    cluster.apply(&Record::Control(Control { actor: actor("default"), verb }));
+    for at in 0..WORKERS {
+        cluster.state.workers.get_mut(&worker(at)).unwrap().info.volumes = Some(HasVolumes::Yes);
+    }
+    let of = |access| VolumePlan { name: "data".to_owned(), snapshot: None, access, size_bytes: None };
+    let with = |cluster: &mut Cluster, access, tasks| {
+        let job = cluster.submit_plan("default", JobPlan { volumes: vec![of(access)], ..plan(tasks) }, 1_000_000);
+        if access != Access::Rw {
+            cluster.decide(vec![Decision::VolumePinned { job, slot: 0, snapshot: SnapshotId([1; 16]) }]);
+        }
+        job
+    };
+    let taken = |cluster: &mut Cluster| -> Vec<u64> {
+        let round = place(&mut cluster.scheduler, &cluster.state, cluster.now_ms, &BTreeSet::new());
+        (0..WORKERS).map(|at| round.iter().filter(|one| one.worker == worker(at)).count() as u64).collect()
+    };
+    // Nobody knows it yet: the first of equals.
+    let first = with(&mut cluster, Access::Clone, 1);
+    assert_eq!(taken(&mut cluster), [1, 0]);
+    let state = &cluster.state;
+    cluster.scheduler.warm.ran(state, &state.jobs[&first], 0, &worker(1));
+    assert_eq!(taken(&mut cluster), [0, 1]);
+    cluster.state.jobs.remove(&first);
+    // Many: up to half its slots more than the other has, then as they come.
+    let many = with(&mut cluster, Access::Ro, 6);
+    assert_eq!(taken(&mut cluster), [2, 4]);
+    cluster.state.jobs.remove(&many);
+    // Who wrote it last has it too; a worker that is gone has not.
+    let writer = with(&mut cluster, Access::Rw, 1);
+    assert_eq!(taken(&mut cluster), [0, 1]);
+    cluster.state.workers.remove(&worker(1));
+    assert_eq!(taken(&mut cluster), [1, 0]);
+    cluster.state.jobs.remove(&writer);
 }

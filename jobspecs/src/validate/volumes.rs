@@ -11,8 +11,10 @@ use crate::template::{Segment, Template};
 const RESERVED: [&str; 3] = ["/dev", "/proc", "/sys"];
 /// The same: where the task's outputs are collected, which no volume's files are.
 const OUTPUTS: &str = "/volley/out";
+/// The task's own directory, in an image.
+const WORK: &str = "/volley/work";
 /// Where a volume would cover the task's own directories; below them is room.
-const COVERS: [&str; 2] = ["/volley", "/volley/work"];
+const COVERS: [&str; 2] = ["/volley", WORK];
 /// Smallest volume, in bytes: no file system fits into less.
 const SIZE_BYTES_MIN: u64 = 1 << 20;
 /// Largest volume, in bytes: its map is made for no more.
@@ -34,6 +36,7 @@ pub(super) fn judge(path: &str, task: &TaskSpec, many: bool, out: &mut Vec<Probl
         judge_size(&place, volume, out);
         judge_keep(&place, volume, many, out);
         judge_mount(path, &place, task, volume, &mounts, out);
+        judge_inputs(path, &place, task, volume, out);
         mounts.push(&volume.path);
     }
 }
@@ -126,7 +129,6 @@ fn judge_mount(path: &str, place: &str, task: &TaskSpec, volume: &VolumeMount, m
     } else if !on_host && begins_plain && !wanted.starts_with('/') {
         out.push(say("a relative path where an absolute one is needed").allowed("a path from the root, such as /data"));
     }
-    let below = |path: &str, dir: &str| path.strip_prefix(dir).is_some_and(|rest| rest.is_empty() || rest.starts_with('/'));
     let plain = wanted.trim_end_matches('/');
     let reserved = RESERVED.iter().chain([&OUTPUTS]).any(|dir| below(plain, dir));
     if wanted.starts_with('/') && (plain.is_empty() || COVERS.contains(&plain) || reserved) {
@@ -138,6 +140,24 @@ fn judge_mount(path: &str, place: &str, task: &TaskSpec, volume: &VolumeMount, m
             out.push(say("another volume is mounted there"));
         } else if below(plain, other) || below(other, plain) {
             out.push(say("it and another volume lie one in the other").allowed("paths beside each other"));
+        }
+    }
+}
+
+/// Is a path a directory's, or in it?
+fn below(path: &str, dir: &str) -> bool {
+    path.strip_prefix(dir).is_some_and(|rest| rest.is_empty() || rest.starts_with('/'))
+}
+
+/// Inputs are put into the task's own directory before anything is mounted: one in a volume would be covered by it.
+fn judge_inputs(path: &str, place: &str, task: &TaskSpec, volume: &VolumeMount, out: &mut Vec<Problem>) {
+    let plain = volume.path.trim_end_matches('/');
+    let inside = if plain.starts_with('/') { plain.strip_prefix(WORK).and_then(|rest| rest.strip_prefix('/')) } else { Some(plain) };
+    let Some(inside) = inside.filter(|inside| !inside.is_empty()) else { return };
+    for (index, input) in task.inputs.iter().enumerate() {
+        if below(&input.path, inside) || below(inside, &input.path) {
+            let problem = Problem::new(format!("{place}.path"), "it and an input lie one in the other").found(format!("{:?}", volume.path));
+            out.push(problem.depends(format!("{path}.inputs[{index}].path")).allowed("paths beside each other"));
         }
     }
 }

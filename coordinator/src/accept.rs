@@ -46,6 +46,7 @@ fn check(state: &State, submit: &Submit) -> Result<Option<Key>, Refusal> {
         let has = active().map(|job| u64::from(job.tasks())).sum();
         quota(tenant, "tasks", max, has, u64::from(submit.plan.tasks))?;
     }
+    volumes::quota::job(state, tenant, &submit.plan)?;
     Ok(None)
 }
 

@@ -110,6 +110,7 @@ fn apply_decided(state: &mut State, sequence: u64, decided: &Decided, fx: &mut E
                 volumes::promoted(state, tenant, name, *volume, *generation, why.as_deref(), fx);
             }
             Decision::VolumePinned { job, slot, snapshot } => volumes::pinned(state, *job, *slot, *snapshot, fx),
+            Decision::VolumesStored { bytes } => state.head.volumes_stored = Some(bytes.clone()),
             Decision::VolumeGone { tenant, volume } => volumes::gone(state, tenant, *volume),
             Decision::Quarantine { worker, incarnation, until_ms } => {
                 if let Some(found) = state.workers.get_mut(worker).filter(|w| w.incarnation == *incarnation) {

@@ -47,6 +47,7 @@ fn mentions(sequence: u64, record: &Record, job: JobId) -> bool {
             | Decision::Checkpointed { .. }
             | Decision::VolumePromoted { .. }
             | Decision::VolumeGone { .. }
+            | Decision::VolumesStored { .. }
             | Decision::UploadGone { .. } => false,
         }),
     }

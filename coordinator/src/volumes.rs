@@ -152,6 +152,9 @@ pub fn judge<'a>(state: &State, end: &'a AttemptEnd) -> Cow<'a, AttemptEnd> {
             return fails(FailureClass::PolicyDenied, why);
         }
     }
+    if let Err(refusal) = quota::kept(state, &job.facts.tenant, end) {
+        return fails(FailureClass::PolicyDenied, format!("a clone was to be kept, and {refusal}"));
+    }
     Cow::Borrowed(end)
 }
 
@@ -249,9 +252,12 @@ fn of<'a>(state: &'a mut State, actor: &Actor, name: &str) -> Result<&'a mut Vol
 }
 
 fn put(state: &mut State, actor: &Actor, name: &str, id: VolumeId, size_bytes: u64) -> Result<(), Refusal> {
+    // The same request, once more, brings nothing.
+    if !state.volumes.contains_key(&(actor.tenant.clone(), name.to_owned())) {
+        quota::room(state, &actor.tenant, size_bytes)?;
+    }
     let made = Volume::new(id, size_bytes, state.head.now_ms);
     let volume = state.volumes.entry((actor.tenant.clone(), name.to_owned())).or_insert(made);
-    // The same request, once more.
     if volume.id == id { Ok(()) } else { Err(Refusal::VolumeExists(name.to_owned())) }
 }
 
@@ -316,5 +322,6 @@ pub fn holder(volume: &Volume) -> String {
     }
 }
 
+pub mod quota;
 #[cfg(test)]
 mod tests;

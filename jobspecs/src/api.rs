@@ -407,6 +407,12 @@ api_type! {
         /// Highest priority class its jobs may ask for.
         #[serde(default)]
         pub priority_max: Option<i16>,
+        /// Most bytes of its volumes, by their sizes.
+        #[serde(default)]
+        pub volume_bytes_max: Option<u64>,
+        /// Most bytes of its volumes in the bucket; beyond it no volume is made.
+        #[serde(default)]
+        pub stored_bytes_max: Option<u64>,
     }
 }
 
@@ -519,6 +525,14 @@ api_type! {
         pub concurrency: Option<u32>,
         /// Highest priority class its jobs may ask for.
         pub priority_max: i16,
+        /// Most bytes of its volumes, by their sizes.
+        pub volume_bytes_max: Option<u64>,
+        /// Most bytes of its volumes in the bucket; beyond it no volume is made.
+        pub stored_bytes_max: Option<u64>,
+        /// Bytes of its volumes, by their sizes.
+        pub volume_bytes: u64,
+        /// Bytes of its volumes in the bucket, as they were last measured; only of a tenant with a limit.
+        pub stored_bytes: Option<u64>,
         /// Jobs that have not ended.
         pub active_jobs: u32,
         /// Tasks in jobs that have not ended.

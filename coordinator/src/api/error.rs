@@ -128,6 +128,7 @@ impl From<Refusal> for ApiError {
             | Refusal::VolumeHeld { .. }
             | Refusal::SnapshotExists { .. }
             | Refusal::NothingToRerun(_) => Self::new(StatusCode::CONFLICT, "conflict", message),
+            Refusal::VolumeQuota { .. } => Self::new(StatusCode::CONFLICT, "quota", message),
             Refusal::Quota { .. } => Self::new(StatusCode::TOO_MANY_REQUESTS, "quota", message),
             Refusal::NeverFits { .. } => Self::bad_spec("$.items", message),
             Refusal::NoVolume { slot, .. } | Refusal::NoSnapshot { slot, .. } => {

@@ -10,8 +10,8 @@ use axum::extract::State;
 use axum::http::StatusCode;
 use volley_jobspecs::api::{ErrorBody, TenantRequest, TenantView, TokenAnswer, TokenRequest, TokenView};
 use volley_jobspecs::ids::TenantId;
-use volley_jobspecs::wire::LEVEL_TENANTS;
 use volley_jobspecs::wire::record::{Control, TenantPolicy, Verb};
+use volley_jobspecs::wire::{LEVEL_QUOTAS, LEVEL_TENANTS};
 
 use super::App;
 use super::auth::{Caller, TOKEN_PREFIX, new_token, random_hex, secret_hash};
@@ -21,6 +21,7 @@ use super::views::instant;
 use crate::control::OPERATOR;
 use crate::state::State as Cluster;
 use crate::state::Tenant;
+use crate::volumes::quota;
 
 /// Largest share: a tenant with it gets ten thousand times what one with the least gets.
 const WEIGHT_MAX: u32 = 10_000;
@@ -37,6 +38,10 @@ fn view(state: &Cluster, name: &TenantId, tenant: &Tenant) -> TenantView {
         active_jobs_max: policy.active_jobs_max,
         concurrency: policy.concurrency,
         priority_max: policy.priority_max,
+        volume_bytes_max: policy.volume_bytes_max,
+        stored_bytes_max: policy.stored_bytes_max,
+        volume_bytes: quota::size_of_all(state, name),
+        stored_bytes: quota::stored(state, name),
         active_jobs: u32::try_from(active().count()).unwrap_or(u32::MAX),
         active_tasks: active().map(|job| u64::from(job.tasks())).sum(),
     }
@@ -71,7 +76,13 @@ pub async fn put(
         active_jobs_max: request.active_jobs_max,
         concurrency: request.concurrency,
         priority_max: request.priority_max.unwrap_or(default.priority_max),
+        volume_bytes_max: request.volume_bytes_max,
+        stored_bytes_max: request.stored_bytes_max,
     };
+    let limited = policy.volume_bytes_max.is_some() || policy.stored_bytes_max.is_some();
+    if limited && super::submit::level(&app).await? < LEVEL_QUOTAS {
+        return Err(ApiError::unavailable("not every coordinator of the cluster knows limits of volumes yet; upgrade all of them"));
+    }
     if !(1..=WEIGHT_MAX).contains(&policy.weight) {
         return Err(ApiError::bad_request(format!("weight is {}; allowed: 1 to {WEIGHT_MAX}", policy.weight)));
     }

@@ -3,10 +3,12 @@
 //! Owns what the log knows of volumes, and that it is known up to now before anybody acts on it: a coordinator that was cut off from the log would take all that was made
 //! since for nobody's. Does not own what counts as garbage (crate `volume`), nor when it is looked for (`io/garbage.rs`, `api/volumes.rs`).
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use volley_jobspecs::ids::{SnapshotId, VolumeId};
+use volley_jobspecs::ids::{SnapshotId, TenantId, VolumeId};
+use volley_jobspecs::wire::LEVEL_QUOTAS;
+use volley_jobspecs::wire::record::Decision;
 use volley_volume::{CollectError, Collected, Collection, Known};
 
 use super::log::LogError;
@@ -50,7 +52,25 @@ pub async fn collect(volumes: &Volumes, handle: &Handle, name: &str, dry_run: bo
     let known = handle.read(move |state, _, _| known(state, since_ms)).await?;
     let name = name.to_owned();
     let done = volumes.with(move |host| host.collect(&Collection { known: &known, name: &name, dry_run, now_ms: &wall_ms }));
-    Ok(done.await.ok_or(CollectVolumesError::NoKey)??)
+    let done = done.await.ok_or(CollectVolumesError::NoKey)??;
+    if let Some(decision) = measured(handle, &done.stored).await? {
+        handle.record(decision).await?;
+    }
+    Ok(done)
+}
+
+/// What a run has measured of tenants with a limit, if the log does not say the same.
+async fn measured(handle: &Handle, stored: &BTreeMap<TenantId, u64>) -> Result<Option<Decision>, RequestError> {
+    let stored = stored.clone();
+    let decide = move |state: &State| {
+        let limited = state.tenants.iter().filter(|(_, tenant)| tenant.policy.stored_bytes_max.is_some());
+        let bytes: BTreeMap<TenantId, u64> =
+            limited.map(|(name, _)| (name.clone(), stored.get(name).copied().unwrap_or_default())).collect();
+        let known = state.head.volumes_stored.as_ref();
+        let news = known.map_or(!bytes.is_empty(), |known| *known != bytes) && state.head.level >= LEVEL_QUOTAS;
+        news.then_some(Decision::VolumesStored { bytes })
+    };
+    handle.read(move |state, _, _| decide(state)).await
 }
 
 /// What has a name, or is a job's.

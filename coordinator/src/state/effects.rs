@@ -180,6 +180,23 @@ pub enum Refusal {
         /// Asked for.
         brings: u64,
     },
+    /// A limit of the tenant's volumes.
+    #[error(
+        "tenant {tenant} may have {max} bytes {what} and has {has}, {brings} more are asked for; remove volumes or snapshots (what is stored counts until \
+         it is collected), or ask an operator for more"
+    )]
+    VolumeQuota {
+        /// Whose.
+        tenant: TenantId,
+        /// Of what.
+        what: &'static str,
+        /// Limit, in bytes.
+        max: u64,
+        /// Used.
+        has: u64,
+        /// Asked for.
+        brings: u64,
+    },
     /// More than the whole quota of the tenant: waiting doesn't help.
     #[error(
         "tenant {tenant} may have {max} {what} in jobs that have not ended, and this job alone brings {brings}; make it smaller, or ask an operator for more"

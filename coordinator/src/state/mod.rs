@@ -161,6 +161,9 @@ pub struct Head {
     /// Volumes that were removed and whose heads do not say so yet. None: none. Since level 7.
     #[n(14)]
     pub volumes_going: Option<BTreeSet<(TenantId, VolumeId)>>,
+    /// Bytes that the volumes of tenants with a limit have in the bucket, as last measured. None: never. Since level 8.
+    #[n(15)]
+    pub volumes_stored: Option<BTreeMap<TenantId, u64>>,
 }
 
 impl Head {

@@ -13,6 +13,7 @@
 //! | 5 | an attempt that ends without having begun is no try, however it ends; nothing that a worker leaves behind of its own will had begun; an attempt that is lost has the isolation its job asks for |
 //! | 6 | what a worker records says which tiers it lacks and why, its room for templates and its images, and is recorded anew when it changes; what a task needs has its image in it; an image that no worker has is an input that is missing |
 //! | 7 | volumes: what jobs ask for, who writes, what is promoted, pinned, kept and removed |
+//! | 8 | volumes grow by request; how much a tenant's volumes may be, and what of them is stored |
 
 pub mod guest;
 pub mod live;
@@ -27,7 +28,7 @@ pub mod work;
 use minicbor::{Decode, Encode};
 
 /// The newest record level this build can apply.
-pub const LEVEL: u32 = 7;
+pub const LEVEL: u32 = 8;
 /// From this level on there are records of checkpoints and uploads.
 pub const LEVEL_KEEPING: u32 = 2;
 /// From this level on a job notes which record opened its round, a queue deadline says what was waited for, and what a job stored goes
@@ -45,6 +46,8 @@ pub const LEVEL_BEGUN: u32 = 5;
 pub const LEVEL_OFFERS: u32 = 6;
 /// From this level on there are volumes.
 pub const LEVEL_VOLUMES: u32 = 7;
+/// From this level on a tenant's volumes may have limits.
+pub const LEVEL_QUOTAS: u32 = 8;
 
 /// Largest message we publish, in bytes: NATS refuses more than 1 MiB by default, and headers need room too.
 pub const MESSAGE_BYTES_MAX: usize = 1_000_000;

@@ -5,6 +5,8 @@
 use minicbor::{Decode, Encode};
 use serde::Serialize;
 
+use std::collections::BTreeMap;
+
 use crate::ids::{AttemptName, Incarnation, JobId, SnapshotId, TenantId, Term, VolumeId, WorkerId};
 use crate::wire::plan::{JobPlan, SpecRef};
 use crate::wire::report::Report;
@@ -272,11 +274,25 @@ pub struct TenantPolicy {
     /// Highest priority class its jobs may ask for.
     #[n(4)]
     pub priority_max: i16,
+    /// Most bytes of its volumes, by their sizes. Since level 8.
+    #[n(5)]
+    pub volume_bytes_max: Option<u64>,
+    /// Most bytes of its volumes in the bucket, as collections measure them: beyond it no volume is made. Since level 8.
+    #[n(6)]
+    pub stored_bytes_max: Option<u64>,
 }
 
 impl Default for TenantPolicy {
     fn default() -> Self {
-        Self { weight: 100, active_tasks_max: None, active_jobs_max: None, concurrency: None, priority_max: 100 }
+        Self {
+            weight: 100,
+            active_tasks_max: None,
+            active_jobs_max: None,
+            concurrency: None,
+            priority_max: 100,
+            volume_bytes_max: None,
+            stored_bytes_max: None,
+        }
     }
 }
 
@@ -456,6 +472,13 @@ pub enum Decision {
         /// Which.
         #[n(1)]
         volume: VolumeId,
+    },
+    /// A collection has measured what is stored, of the tenants that have a limit: this, and nothing of others. Since level 8.
+    #[n(16)]
+    VolumesStored {
+        /// Bytes, by tenant.
+        #[n(0)]
+        bytes: BTreeMap<TenantId, u64>,
     },
 }
 

@@ -7,11 +7,13 @@ use clap::Subcommand;
 use serde_json::json;
 use volley_jobspecs::api::{TenantRequest, TenantView};
 use volley_jobspecs::ids::TenantId;
+use volley_jobspecs::spec::ByteSize;
 
 use crate::ctx::Ctx;
 use crate::error::CliError;
 use crate::exit::Exit;
 use crate::table::table;
+use crate::units;
 
 /// Arguments.
 #[derive(Debug, clap::Args)]
@@ -52,6 +54,12 @@ struct Add {
     /// Highest priority class its jobs may ask for.
     #[arg(long, value_name = "N", allow_negative_numbers = true)]
     priority_max: Option<i16>,
+    /// Most bytes of its volumes, by their sizes, such as 500GiB, or `none`.
+    #[arg(long, value_name = "SIZE", value_parser = size_limit)]
+    volume_bytes: Option<Limit<ByteSize>>,
+    /// Most bytes of its volumes in the bucket, as collections measure them twice a day, or `none`: beyond it no volume is made.
+    #[arg(long, value_name = "SIZE", value_parser = size_limit)]
+    stored_bytes: Option<Limit<ByteSize>>,
 }
 
 /// A number, or `none` for no limit.
@@ -69,10 +77,18 @@ impl<T: FromStr<Err = ParseIntError>> FromStr for Limit<T> {
     }
 }
 
+fn size_limit(text: &str) -> Result<Limit<ByteSize>, String> {
+    match text {
+        "none" => Ok(Limit(None)),
+        size => units::scalar(size).map(|size| Limit(Some(size))).map_err(|e| format!("{e}; or `none`")),
+    }
+}
+
 impl Add {
     /// What is asked for, of a tenant that is there with what stays.
     fn request(&self, there: Option<&TenantView>) -> TenantRequest {
         let limit = |named: Option<Limit<u32>>, there: Option<u32>| named.map_or(there, |Limit(limit)| limit);
+        let bytes = |named: Option<Limit<ByteSize>>, there: Option<u64>| named.map_or(there, |Limit(limit)| limit.map(|limit| limit.0));
         TenantRequest {
             tenant: self.name.to_string(),
             weight: self.weight.or(there.map(|there| there.weight)),
@@ -80,6 +96,8 @@ impl Add {
             active_jobs_max: limit(self.active_jobs, there.and_then(|there| there.active_jobs_max)),
             concurrency: limit(self.concurrency, there.and_then(|there| there.concurrency)),
             priority_max: self.priority_max.or(there.map(|there| there.priority_max)),
+            volume_bytes_max: bytes(self.volume_bytes, there.and_then(|there| there.volume_bytes_max)),
+            stored_bytes_max: bytes(self.stored_bytes, there.and_then(|there| there.stored_bytes_max)),
         }
     }
 }
@@ -117,9 +135,14 @@ fn tenants_table(tenants: &[TenantView]) -> String {
             format!("{}/{}", tenant.active_tasks, limit(tenant.active_tasks_max)),
             limit(tenant.concurrency.map(u64::from)),
             tenant.priority_max.to_string(),
+            format!(
+                "{}/{}",
+                ByteSize(tenant.volume_bytes),
+                tenant.volume_bytes_max.map_or_else(|| "-".to_owned(), |max| ByteSize(max).to_string())
+            ),
         ]
     };
-    let header = ["TENANT", "WEIGHT", "ACTIVE JOBS", "ACTIVE TASKS", "CONCURRENCY", "PRIORITY MAX"];
+    let header = ["TENANT", "WEIGHT", "ACTIVE JOBS", "ACTIVE TASKS", "CONCURRENCY", "PRIORITY MAX", "VOLUMES"];
     table(&header, tenants.iter().map(row).collect())
 }
 
@@ -138,14 +161,29 @@ mod tests {
             active_jobs_max: Some(2),
             concurrency: Some(1),
             priority_max: 100,
+            volume_bytes_max: Some(1 << 30),
+            stored_bytes_max: None,
+            volume_bytes: 0,
+            stored_bytes: None,
         };
         let add = |concurrency, weight| {
             let name = "red".parse().expect("a name");
-            Add { name, weight, active_tasks: None, active_jobs: None, concurrency, priority_max: None }.request(Some(&there))
+            Add {
+                name,
+                weight,
+                active_tasks: None,
+                active_jobs: None,
+                concurrency,
+                priority_max: None,
+                volume_bytes: None,
+                stored_bytes: Some(size_limit("2GiB").expect("a size")),
+            }
+            .request(Some(&there))
         };
         let changed = add(None, Some(9));
         assert_eq!((changed.weight, changed.active_tasks_max, changed.active_jobs_max), (Some(9), Some(50), Some(2)));
         assert_eq!((changed.concurrency, changed.priority_max), (Some(1), Some(100)));
+        assert_eq!((changed.volume_bytes_max, changed.stored_bytes_max), (Some(1 << 30), Some(2 << 30)));
         let freed = add(Some("none".parse().expect("a limit")), None);
         assert_eq!((freed.weight, freed.concurrency, freed.active_jobs_max), (Some(7), None, Some(2)));
         assert!("many".parse::<Limit<u32>>().is_err());

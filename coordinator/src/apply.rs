@@ -46,7 +46,8 @@ pub fn job_of(verb: &Verb) -> Option<JobId> {
         | Verb::RemoveVolume { .. }
         | Verb::PutSnapshot { .. }
         | Verb::RemoveSnapshot { .. }
-        | Verb::HoldVolume { .. } => None,
+        | Verb::HoldVolume { .. }
+        | Verb::GrowVolume { .. } => None,
     }
 }
 
@@ -108,6 +109,9 @@ fn apply_decided(state: &mut State, sequence: u64, decided: &Decided, fx: &mut E
             Decision::UploadGone { tenant, id } => uploads::gone(state, tenant, id, fx),
             Decision::VolumePromoted { tenant, name, volume, generation, why } => {
                 volumes::promoted(state, tenant, name, *volume, *generation, why.as_deref(), fx);
+            }
+            Decision::VolumeGrown { tenant, name, volume, generation, why } => {
+                volumes::grown(state, tenant, name, *volume, *generation, why.as_deref(), fx);
             }
             Decision::VolumePinned { job, slot, snapshot } => volumes::pinned(state, *job, *slot, *snapshot, fx),
             Decision::VolumesStored { bytes } => state.head.volumes_stored = Some(bytes.clone()),

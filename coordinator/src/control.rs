@@ -59,7 +59,8 @@ pub fn control(state: &mut State, sequence: u64, control: &Control, fx: &mut Eff
         | Verb::RemoveVolume { .. }
         | Verb::PutSnapshot { .. }
         | Verb::RemoveSnapshot { .. }
-        | Verb::HoldVolume { .. } => volumes::verb(state, &control.actor, &control.verb, fx),
+        | Verb::HoldVolume { .. }
+        | Verb::GrowVolume { .. } => volumes::verb(state, &control.actor, &control.verb, fx),
     };
     // A job and pages that were loaded for this record leave memory at its end, whatever came of the record.
     if let Some(job) = crate::apply::job_of(&control.verb).and_then(|id| state.jobs.get(&id)) {

@@ -48,6 +48,7 @@ fn mentions(sequence: u64, record: &Record, job: JobId) -> bool {
             | Decision::VolumePromoted { .. }
             | Decision::VolumeGone { .. }
             | Decision::VolumesStored { .. }
+            | Decision::VolumeGrown { .. }
             | Decision::UploadGone { .. } => false,
         }),
     }

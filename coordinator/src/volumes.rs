@@ -97,6 +97,19 @@ pub enum Work {
         /// What was accepted.
         promotion: Promotion,
     },
+    /// Have a volume's head say the size that the log wants.
+    Grow {
+        /// Whose.
+        tenant: TenantId,
+        /// Its name.
+        name: String,
+        /// Which.
+        volume: VolumeId,
+        /// The generation it has.
+        generation: u64,
+        /// The size it is to have, in bytes.
+        size_bytes: u64,
+    },
     /// Keep what a job reads or copies from collection; make a snapshot of what the volume is, where none is named.
     Pin {
         /// Which job.
@@ -117,10 +130,14 @@ pub enum Work {
 
 /// What the state wants done for one volume.
 #[must_use]
-pub fn promotion(state: &State, key: &(TenantId, String)) -> Option<Work> {
+pub fn change(state: &State, key: &(TenantId, String)) -> Option<Work> {
     let volume = state.volumes.get(key)?;
-    let promotion = volume.promotion?;
-    Some(Work::Promote { tenant: key.0.clone(), name: key.1.clone(), volume: volume.id, promotion })
+    let (tenant, name, id) = (key.0.clone(), key.1.clone(), volume.id);
+    match (volume.promotion, volume.growth) {
+        (Some(promotion), _) => Some(Work::Promote { tenant, name, volume: id, promotion }),
+        (None, Some(size_bytes)) => Some(Work::Grow { tenant, name, volume: id, generation: volume.generation, size_bytes }),
+        (None, None) => None,
+    }
 }
 
 /// What the state wants done before a job begins.
@@ -198,6 +215,18 @@ pub fn promoted(state: &mut State, tenant: &TenantId, name: &str, id: VolumeId, 
     fx.volumes.insert(key);
 }
 
+/// A volume's head has the size it was to have; or can't have it, and then the volume stays what it was.
+pub fn grown(state: &mut State, tenant: &TenantId, name: &str, id: VolumeId, generation: u64, why: Option<&str>, fx: &mut Effects) {
+    let key = (tenant.clone(), name.to_owned());
+    let found = state.volumes.get_mut(&key).filter(|volume| volume.id == id && volume.generation.checked_add(1) == Some(generation));
+    let Some((volume, size_bytes)) = found.and_then(|volume| volume.growth.take().map(|size_bytes| (volume, size_bytes))) else { return };
+    if why.is_none() {
+        volume.generation = generation;
+        volume.size_bytes = size_bytes;
+    }
+    fx.volumes.insert(key);
+}
+
 /// What a job reads or copies in a slot is there and stays.
 pub fn pinned(state: &mut State, id: JobId, slot: u8, snapshot: SnapshotId, fx: &mut Effects) {
     let Some(job) = state.jobs.get_mut(&id) else { return };
@@ -239,6 +268,7 @@ pub fn verb(state: &mut State, actor: &Actor, verb: &Verb, fx: &mut Effects) -> 
             (name, found)
         }
         Verb::HoldVolume { name, volume, hold, size_bytes } => (name, hold_volume(state, actor, name, *volume, *hold, *size_bytes)),
+        Verb::GrowVolume { name, volume, size_bytes } => (name, grow(state, actor, name, *volume, *size_bytes)),
         _ => return Ok(()),
     };
     if done.is_ok() {
@@ -288,7 +318,7 @@ fn hold_volume(state: &mut State, actor: &Actor, name: &str, id: VolumeId, hold:
         return Err(Refusal::VolumeMissing(name.to_owned()));
     }
     match (&volume.holder, hold) {
-        (None, true) if volume.promotion.is_none() => {
+        (None, true) if !volume.is_changing() => {
             volume.holder = Some(Holder::Person { principal: actor.principal.clone(), since_ms });
             Ok(())
         }
@@ -305,6 +335,27 @@ fn hold_volume(state: &mut State, actor: &Actor, name: &str, id: VolumeId, hold:
     }
 }
 
+fn grow(state: &mut State, actor: &Actor, name: &str, id: VolumeId, size_bytes: u64) -> Result<(), Refusal> {
+    let volume = of(state, actor, name)?;
+    if volume.id != id {
+        return Err(Refusal::VolumeMissing(name.to_owned()));
+    }
+    // The same request, once more.
+    if volume.growth == Some(size_bytes) || (volume.is_free() && volume.size_bytes == size_bytes) {
+        return Ok(());
+    }
+    if !volume.is_free() {
+        return Err(held(name, volume));
+    }
+    if size_bytes < volume.size_bytes {
+        return Err(Refusal::VolumeShrinks { name: name.to_owned(), now: volume.size_bytes, asked: size_bytes });
+    }
+    let brings = size_bytes - volume.size_bytes;
+    quota::room(state, &actor.tenant, brings)?;
+    of(state, actor, name)?.growth = Some(size_bytes);
+    Ok(())
+}
+
 fn held(name: &str, volume: &Volume) -> Refusal {
     Refusal::VolumeHeld { name: name.to_owned(), by: holder(volume) }
 }
@@ -318,6 +369,7 @@ pub fn holder(volume: &Volume) -> String {
         (None, Some(promotion)) => {
             format!("what task {} of job {} wrote is being accepted", promotion.attempt.index, promotion.attempt.job)
         }
+        (None, None) if volume.growth.is_some() => "it is growing".to_owned(),
         (None, None) => "nobody writes it".to_owned(),
     }
 }

@@ -30,7 +30,9 @@ macro_rules! api_type {
 
 mod volumes;
 mod workers;
-pub use volumes::{CollectedView, SnapshotRequest, SnapshotView, VolumeRequest, VolumeView};
+pub use volumes::{
+    CollectedView, DamageView, ResizeRequest, SnapshotRequest, SnapshotView, VerifiedView, VerifyLine, VolumeRequest, VolumeView,
+};
 pub use workers::{KeptView, WorkerView};
 
 api_type! {

@@ -39,5 +39,6 @@ mod telemetry;
 mod templates;
 mod users;
 mod volume_kills;
+mod volume_verbs;
 mod volumes;
 mod volumes_in_images;

@@ -169,6 +169,9 @@ fn worked(work: &Work) -> Decision {
             generation: promotion.generation,
             why: None,
         },
+        Work::Grow { tenant, name, volume, generation, .. } => {
+            Decision::VolumeGrown { tenant: tenant.clone(), name: name.clone(), volume: *volume, generation: generation + 1, why: None }
+        }
         Work::Pin { job, pin, .. } => {
             let snapshot = pin.snapshot.unwrap_or(SnapshotId([1; 16]));
             Decision::VolumePinned { job: *job, slot: pin.slot, snapshot }

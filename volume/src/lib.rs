@@ -35,7 +35,7 @@ pub use open::{NewVolume, OpenError, Opener};
 pub use pin::Pinned;
 pub use promote::Promotion;
 pub use state::garbage::Known;
-pub use verify::Verified;
+pub use verify::{Verified, VerifyError, Verifying, Whole};
 pub use volume::{Failure, Volume};
 
 /// Does it hold nothing but zeros?

@@ -2,10 +2,25 @@
 
 use std::io;
 
+use volley_jobspecs::ids::VolumeId;
+
 use crate::format::content::check_size;
 use crate::format::log::Change;
-use crate::host::lock;
+use crate::host::{Host, lock};
+use crate::open::OpenError;
+use crate::state::moves;
 use crate::volume::Volume;
+
+impl Host {
+    /// Lets a volume grow that nobody is to write: `generation` is the one that was accepted last, the next one has `size` bytes. Doing it again changes nothing.
+    ///
+    /// # Errors
+    /// [`OpenError`]: another state is there, the size is none, or nobody answers.
+    pub fn grow(&self, volume: VolumeId, generation: u64, size: u64) -> Result<(), OpenError> {
+        check_size("a volume", size)?;
+        self.change_head(volume, |head, commit| moves::grow(head, generation, size, commit))
+    }
+}
 
 impl Volume {
     /// Grows the disk to `size` bytes; what is new reads as zeros. The same size is no change.

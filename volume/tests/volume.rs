@@ -10,7 +10,7 @@ use std::time::Duration;
 use support::{Fault, MIB, World, id, new, noise, opener, quiet, snap};
 use volley_volume::device::Device;
 use volley_volume::format::head::FlushMode;
-use volley_volume::{Failure, Limits, OpenError, Opener, Promotion, Volume};
+use volley_volume::{Failure, Limits, OpenError, Opener, Promotion, VerifyError, Volume, Whole};
 
 fn read(volume: &Volume, offset: u64, len: usize) -> Vec<u8> {
     let mut into = vec![7; len];
@@ -89,7 +89,13 @@ fn what_was_written_is_there_from_the_log_and_from_s3_alone() {
     assert!(verified.blocks > 100 && verified.bytes > MIB, "{verified:?}");
     let (again, _) = world.host("c", quiet());
     assert!(world.damage("/p/") > 0);
-    assert!(matches!(again.verify(id(1), true), Err(OpenError::Fetch(_))));
+    let damaged = again.verify(id(1), true).unwrap_err();
+    assert!(matches!(&damaged, VerifyError::Damaged { object, .. } if object.contains("/p/")), "{damaged:?}");
+    assert!(again.verify(id(1), false).is_ok(), "the map alone is whole");
+    let stopped = again.verify_seen(Whole::Volume(id(1)), true, &mut |how_far| how_far.packs_all == 0);
+    assert!(matches!(stopped, Err(VerifyError::Stopped)), "{stopped:?}");
+    let whole = world.host("d", quiet()).0.verify_seen(Whole::Snapshot(snap(1)), false, &mut |_| true).unwrap();
+    assert!(whole.blocks > 0 && whole.bytes == 0, "{whole:?}");
 }
 
 #[test]

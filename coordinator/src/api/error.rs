@@ -56,6 +56,12 @@ impl ApiError {
         Self::new(StatusCode::NOT_FOUND, "not_found", message)
     }
 
+    /// 409: the state of things doesn't allow it.
+    #[must_use]
+    pub fn conflict(message: impl Into<String>) -> Self {
+        Self::new(StatusCode::CONFLICT, "conflict", message)
+    }
+
     /// 413.
     #[must_use]
     pub fn too_large(message: impl Into<String>) -> Self {
@@ -126,6 +132,7 @@ impl From<Refusal> for ApiError {
             | Refusal::Removed(_)
             | Refusal::VolumeExists(_)
             | Refusal::VolumeHeld { .. }
+            | Refusal::VolumeShrinks { .. }
             | Refusal::SnapshotExists { .. }
             | Refusal::NothingToRerun(_) => Self::new(StatusCode::CONFLICT, "conflict", message),
             Refusal::VolumeQuota { .. } => Self::new(StatusCode::CONFLICT, "quota", message),

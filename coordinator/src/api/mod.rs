@@ -26,6 +26,7 @@ pub mod submit;
 pub mod tasks;
 pub mod tenants;
 pub mod uploads;
+pub mod verify;
 pub mod views;
 pub mod volumes;
 pub mod workers;
@@ -163,6 +164,8 @@ fn routes() -> OpenApiRouter<Arc<App>> {
         .routes(routes!(volumes::show, volumes::remove))
         .routes(routes!(volumes::snapshot))
         .routes(routes!(volumes::remove_snapshot))
+        .routes(routes!(volumes::resize))
+        .routes(routes!(verify::verify))
         .routes(routes!(collect::collect))
         .routes(routes!(tenants::list, tenants::put))
         .routes(routes!(tenants::remove))

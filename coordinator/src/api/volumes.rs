@@ -9,12 +9,12 @@ use axum::Json;
 use axum::body::Body;
 use axum::extract::State;
 use axum::http::StatusCode;
-use volley_jobspecs::api::{ErrorBody, SnapshotRequest, SnapshotView, VolumeRequest, VolumeView};
+use volley_jobspecs::api::{ErrorBody, ResizeRequest, SnapshotRequest, SnapshotView, VolumeRequest, VolumeView};
 use volley_jobspecs::ids::{SnapshotId, TenantId, VolumeId};
 use volley_jobspecs::spec::Flush;
 use volley_jobspecs::spec::volumes::{check_name, parse_name};
-use volley_jobspecs::wire::LEVEL_VOLUMES;
 use volley_jobspecs::wire::record::{Control, Verb};
+use volley_jobspecs::wire::{LEVEL_GROWTH, LEVEL_VOLUMES};
 use volley_volume::format::head::FlushMode;
 use volley_volume::format::{BLOCK, SIZE_MAX, SIZE_MIN};
 use volley_volume::{Host, NewVolume, OpenError};
@@ -42,11 +42,13 @@ fn view(name: &str, volume: &Volume) -> VolumeView {
         generation: volume.generation,
         created: instant(volume.created_ms),
         held_by: (!volume.is_free()).then(|| holder(volume)),
+        growing_to_bytes: volume.growth,
         snapshots: volume.snapshots.iter().map(snapshot).collect(),
     }
 }
 
-async fn found(app: &App, tenant: &TenantId, name: &str) -> Result<Volume, ApiError> {
+/// A volume of a tenant.
+pub(super) async fn found(app: &App, tenant: &TenantId, name: &str) -> Result<Volume, ApiError> {
     let key = (tenant.clone(), name.to_owned());
     let found = app.handle.read(move |state, _, _| state.volumes.get(&key).cloned()).await?;
     found.ok_or_else(|| Refusal::VolumeMissing(name.to_owned()).into())
@@ -56,16 +58,28 @@ async fn shown(app: &App, tenant: &TenantId, name: &str) -> Result<Json<VolumeVi
     found(app, tenant, name).await.map(|volume| Json(view(name, &volume)))
 }
 
-/// Does something in the bucket.
-async fn in_bucket<T: Send + 'static>(app: &App, work: impl FnOnce(&Host) -> Result<T, OpenError> + Send + 'static) -> Result<T, ApiError> {
+/// Does this cluster have volumes?
+///
+/// # Errors
+/// 503 while it is upgraded, 409 without a key: asking again does not help then.
+pub(super) async fn may_have_volumes(app: &App) -> Result<(), ApiError> {
     if super::submit::level(app).await? < LEVEL_VOLUMES {
         return Err(ApiError::unavailable("not every coordinator of the cluster knows volumes yet; upgrade all of them"));
     }
+    if app.volumes.are_on() {
+        return Ok(());
+    }
+    Err(ApiError::conflict("this cluster has no key for volumes; start its coordinators and workers with --volume-keys"))
+}
+
+/// Does something in the bucket.
+async fn in_bucket<T: Send + 'static>(app: &App, work: impl FnOnce(&Host) -> Result<T, OpenError> + Send + 'static) -> Result<T, ApiError> {
+    may_have_volumes(app).await?;
     match app.volumes.with(work).await {
         Some(Ok(done)) => Ok(done),
-        Some(Err(OpenError::Move(error))) => Err(ApiError::new(StatusCode::CONFLICT, "conflict", error.to_string())),
+        Some(Err(OpenError::Move(error))) => Err(ApiError::conflict(error.to_string())),
         Some(Err(error)) => Err(ApiError::unavailable(format!("the bucket: {error}"))),
-        None => Err(ApiError::unavailable("this cluster has no key for volumes; start its coordinators and workers with --volume-keys")),
+        None => Err(ApiError::unavailable("what was asked for ended early; try again")),
     }
 }
 
@@ -176,6 +190,27 @@ async fn snapshot_of(app: &App, tenant: &TenantId, text: &str) -> Result<Snapsho
     found.snapshots.get(name).copied().ok_or_else(|| missing().into())
 }
 
+/// Lets a volume grow that nobody writes. The answer comes when that is decided; `growingToBytes` goes when it is done.
+#[utoipa::path(post, path = "/v1/volumes/{name}/resize", operation_id = "resizeVolume", tag = "volumes", params(("name" = String, Path, description = "The volume's name")),
+    request_body = ResizeRequest, responses((status = 200, body = VolumeView), (status = 400, body = ErrorBody), (status = 404, body = ErrorBody), (status = 409, body = ErrorBody), (status = 503, body = ErrorBody)))]
+pub async fn resize(
+    State(app): State<Arc<App>>,
+    caller: Caller,
+    PathOf(name): PathOf<String>,
+    query: QueryOf,
+    body: Body,
+) -> Result<Json<VolumeView>, ApiError> {
+    query.only(&[])?;
+    let request: ResizeRequest = json(body, None).await?;
+    let size_bytes = size_of(Some(request.size_bytes))?;
+    let volume = found(&app, &caller.tenant, &name).await?.id;
+    if super::submit::level(&app).await? < LEVEL_GROWTH {
+        return Err(ApiError::unavailable("not every coordinator of the cluster lets volumes grow yet; upgrade all of them"));
+    }
+    record(&app, &caller, Verb::GrowVolume { name: name.clone(), volume, size_bytes }).await?;
+    shown(&app, &caller.tenant, &name).await
+}
+
 /// Removes a volume that nobody writes, with its snapshots. What jobs have pinned stays as long as they do.
 #[utoipa::path(delete, path = "/v1/volumes/{name}", operation_id = "removeVolume", tag = "volumes", params(("name" = String, Path, description = "The volume's name")),
     responses((status = 204), (status = 404, body = ErrorBody), (status = 409, body = ErrorBody), (status = 503, body = ErrorBody)))]
@@ -207,9 +242,9 @@ pub async fn snapshot(
     checked("snapshot", &request.name)?;
     let found = found(&app, &caller.tenant, &name).await?;
     // A volume that a task was to make has no head until the task began.
-    if found.generation == 0 && found.holder.is_some() {
+    if found.is_to_be_made() {
         let text = format!("volume {name} was never accepted yet, and {}; wait for it", holder(&found));
-        return Err(ApiError::new(StatusCode::CONFLICT, "conflict", text));
+        return Err(ApiError::conflict(text));
     }
     let (volume, id) = (found.id, SnapshotId(random_id()?));
     in_bucket(&app, move |host| host.snapshot_accepted(volume, id)).await?;

@@ -1,4 +1,4 @@
-//! What volumes need in the bucket: promotions, pins, removals; and making volumes, snapshots and clones for people.
+//! What volumes need in the bucket: promotions, growth, pins, removals; and making volumes, snapshots and clones for people.
 //!
 //! Owns waiting for it beside the driver's loop, and which failures are for good. Does not own heads and snapshots (crate `volume`), or when any of it
 //! is wanted (`volumes`).
@@ -84,6 +84,14 @@ impl Volumes {
                     Err(error) => return Some(Err(error)),
                 };
                 Some(Ok(Decision::VolumePromoted { tenant, name, volume, generation, why }))
+            }
+            Work::Grow { tenant, name, volume, generation, size_bytes } => {
+                let why = match self.with(move |host| host.grow(volume, generation, size_bytes)).await? {
+                    Ok(()) => None,
+                    Err(OpenError::Move(error)) => Some(error.to_string()),
+                    Err(error) => return Some(Err(error)),
+                };
+                Some(Ok(Decision::VolumeGrown { tenant, name, volume, generation: generation.saturating_add(1), why }))
             }
             Work::Pin { job, pin, .. } => {
                 let snapshot = pin.snapshot.unwrap_or_else(|| pinned_for(job, pin.slot));

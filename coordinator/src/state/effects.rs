@@ -280,6 +280,16 @@ pub enum Refusal {
         /// By whom.
         by: String,
     },
+    /// A disk never shrinks.
+    #[error("volume {name} has {now} bytes and can't shrink to {asked}: make a new volume and copy")]
+    VolumeShrinks {
+        /// Which.
+        name: String,
+        /// Bytes it has.
+        now: u64,
+        /// Bytes that were asked for.
+        asked: u64,
+    },
     /// No such snapshot.
     #[error("volume {name} has no snapshot {snapshot} (`volley volume show {name}` lists them)")]
     SnapshotMissing {

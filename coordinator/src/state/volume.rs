@@ -35,6 +35,9 @@ pub struct Volume {
     /// Its snapshots that have a name.
     #[n(6)]
     pub snapshots: BTreeMap<String, Snapshot>,
+    /// The size in bytes that it is to have, and its head does not say yet. Until it does, nobody is given it.
+    #[n(7)]
+    pub growth: Option<u64>,
 }
 
 /// Who writes a volume.
@@ -92,12 +95,24 @@ impl Volume {
     /// One that was just made.
     #[must_use]
     pub fn new(id: VolumeId, size_bytes: u64, created_ms: u64) -> Self {
-        Self { id, size_bytes, generation: 0, created_ms, holder: None, promotion: None, snapshots: BTreeMap::new() }
+        Self { id, size_bytes, generation: 0, created_ms, holder: None, promotion: None, snapshots: BTreeMap::new(), growth: None }
+    }
+
+    /// Is there something that its head does not say yet?
+    #[must_use]
+    pub fn is_changing(&self) -> bool {
+        self.promotion.is_some() || self.growth.is_some()
+    }
+
+    /// Has it no head yet? A task that was to make it has one made when it begins.
+    #[must_use]
+    pub fn is_to_be_made(&self) -> bool {
+        self.generation == 0 && matches!(self.holder, Some(Holder::Attempt(_)))
     }
 
     /// May it be given to somebody who writes?
     #[must_use]
     pub fn is_free(&self) -> bool {
-        self.holder.is_none() && self.promotion.is_none()
+        self.holder.is_none() && !self.is_changing()
     }
 }

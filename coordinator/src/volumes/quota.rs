@@ -12,12 +12,12 @@ use super::written;
 use crate::state::State;
 use crate::state::effects::Refusal;
 
-/// Bytes of a tenant's volumes, by their sizes.
+/// Bytes of a tenant's volumes, by their sizes; of those that grow, by what they are to have.
 #[must_use]
 pub fn size_of_all(state: &State, tenant: &TenantId) -> u64 {
     let from = state.volumes.range((tenant.clone(), String::new())..);
     let of = from.take_while(|((whose, _), _)| whose == tenant);
-    of.fold(0, |all, (_, volume)| all.saturating_add(volume.size_bytes))
+    of.fold(0, |all, (_, volume)| all.saturating_add(volume.growth.unwrap_or(volume.size_bytes)))
 }
 
 /// Bytes that a tenant's volumes have in the bucket, as far as that was measured.

@@ -316,3 +316,41 @@ fn a_person_has_a_volume_as_a_task_has_it() {
     let ids = [made_by(&name, 0), made_by(&name, 1), made_by(&AttemptName { index: 1, ..name }, 0)];
     assert!(ids[0] != ids[1] && ids[0] != ids[2]);
 }
+
+#[test]
+fn a_volume_grows_while_nobody_has_it_and_nobody_is_given_it_meanwhile() {
+    let mut w = World::new();
+    let a = VolumeId([1; 16]);
+    w.ask(Verb::PutVolume { name: "a".into(), volume: a, size_bytes: 5 }).unwrap();
+    let grow = |size_bytes| Verb::GrowVolume { name: "a".into(), volume: a, size_bytes };
+    assert!(matches!(w.ask(grow(4)), Err(Refusal::VolumeShrinks { now: 5, asked: 4, .. })));
+    w.ask(grow(5)).unwrap();
+    assert!(w.works().is_empty(), "it has that size");
+    w.ask(grow(9)).unwrap();
+    w.ask(grow(9)).unwrap();
+    assert!(matches!(w.ask(grow(10)), Err(Refusal::VolumeHeld { .. })), "one after the other");
+    let work = Work::Grow { tenant: tenant(), name: "a".into(), volume: a, generation: 0, size_bytes: 9 };
+    assert_eq!((w.works(), w.works()), (vec![work], vec![]), "once");
+    // The next leader finds it too.
+    assert_eq!(Works::new(&w.state).begin(&w.state, &[]).len(), 1);
+    let job = w.submit(1, vec![rw("a", None)]).unwrap();
+    assert_eq!((w.placed(), w.assign(job, 0)), (vec![], None));
+    let grown = |generation, why: Option<&str>| Decision::VolumeGrown {
+        tenant: tenant(),
+        name: "a".into(),
+        volume: a,
+        generation,
+        why: why.map(str::to_owned),
+    };
+    w.decide(grown(7, None));
+    assert_eq!(w.volume("a").growth, Some(9), "another generation's");
+    w.decide(grown(1, None));
+    w.decide(grown(1, None));
+    assert_eq!((w.volume("a").generation, w.volume("a").size_bytes, w.volume("a").growth), (1, 9, None));
+    let name = w.assign(job, 0).unwrap();
+    assert!(matches!(w.ask(grow(12)), Err(Refusal::VolumeHeld { .. })), "a task writes it");
+    w.end(w.left(name, FAILED, 1));
+    w.ask(grow(12)).unwrap();
+    w.decide(grown(2, Some("no")));
+    assert_eq!((w.volume("a").generation, w.volume("a").size_bytes, w.volume("a").growth), (1, 9, None));
+}

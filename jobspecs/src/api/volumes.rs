@@ -37,6 +37,14 @@ api_type! {
 }
 
 api_type! {
+    /// The size that a volume is to have.
+    pub struct ResizeRequest {
+        /// Bytes of the disk, up to 16 TiB and not fewer than now; rounded up to whole blocks of 4 KiB.
+        pub size_bytes: u64,
+    }
+}
+
+api_type! {
     /// A volume.
     pub struct VolumeView {
         /// Its name.
@@ -52,6 +60,9 @@ api_type! {
         /// Who has it, or what it waits for; left out: it is free.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         pub held_by: Option<String>,
+        /// The size it is to have in a moment, when its head in the bucket says so too. Until then nobody is given it.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        pub growing_to_bytes: Option<u64>,
         /// Its snapshots, by name.
         pub snapshots: Vec<SnapshotView>,
     }
@@ -78,6 +89,51 @@ api_type! {
         pub deleted_bytes: u64,
         /// Bytes stored for each tenant, condemned ones left out.
         pub stored_bytes: BTreeMap<String, u64>,
+    }
+}
+
+api_type! {
+    /// How a verification ended.
+    pub struct VerifiedView {
+        /// Was everything read, or the map only?
+        pub deep: bool,
+        /// Blocks of 4 KiB that are stored.
+        pub blocks: u64,
+        /// Objects that hold them.
+        pub packs: u64,
+        /// Bytes of those that were read.
+        pub bytes: u64,
+        /// The first thing that is wrong; left out: nothing is.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        pub damage: Option<DamageView>,
+    }
+}
+
+api_type! {
+    /// Something that is wrong with a volume in the bucket.
+    pub struct DamageView {
+        /// The object's key, below the cluster's prefix.
+        pub object: String,
+        /// What is wrong with it.
+        pub what: String,
+    }
+}
+
+api_type! {
+    /// A line about a verification: how far it is, or, in the last one, how it ended.
+    pub struct VerifyLine {
+        /// Objects that were read.
+        pub packs: u64,
+        /// Objects to be read; 0 while that is not known.
+        pub packs_all: u64,
+        /// Bytes that were read.
+        pub bytes: u64,
+        /// How it ended.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        pub ended: Option<VerifiedView>,
+        /// Why it could not be ended.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        pub error: Option<super::ErrorBody>,
     }
 }
 

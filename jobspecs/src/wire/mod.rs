@@ -48,6 +48,8 @@ pub const LEVEL_OFFERS: u32 = 6;
 pub const LEVEL_VOLUMES: u32 = 7;
 /// From this level on a tenant's volumes may have limits.
 pub const LEVEL_QUOTAS: u32 = 8;
+/// From this level on volumes grow without anybody who writes them.
+pub const LEVEL_GROWTH: u32 = 8;
 
 /// Largest message we publish, in bytes: NATS refuses more than 1 MiB by default, and headers need room too.
 pub const MESSAGE_BYTES_MAX: usize = 1_000_000;

@@ -253,6 +253,19 @@ pub enum Verb {
         #[n(3)]
         size_bytes: Option<u64>,
     },
+    /// Let a volume grow that nobody writes. Its head says so later: `VolumeGrown`. Since level 8.
+    #[n(16)]
+    GrowVolume {
+        /// Its name.
+        #[n(0)]
+        name: String,
+        /// Which; another one may have the name by now.
+        #[n(1)]
+        volume: VolumeId,
+        /// The size it is to have, in bytes.
+        #[n(2)]
+        size_bytes: u64,
+    },
 }
 
 /// What a tenant may do.
@@ -472,6 +485,25 @@ pub enum Decision {
         /// Which.
         #[n(1)]
         volume: VolumeId,
+    },
+    /// A volume's head has the size it was to have; or, with `why`, can't have it. It may be written again. Since level 8.
+    #[n(15)]
+    VolumeGrown {
+        /// Whose.
+        #[n(0)]
+        tenant: TenantId,
+        /// Its name.
+        #[n(1)]
+        name: String,
+        /// Which.
+        #[n(2)]
+        volume: VolumeId,
+        /// The generation it has now, or was to have.
+        #[n(3)]
+        generation: u64,
+        /// Why it is not so.
+        #[n(4)]
+        why: Option<String>,
     },
     /// A collection has measured what is stored, of the tenants that have a limit: this, and nothing of others. Since level 8.
     #[n(16)]

@@ -26,6 +26,9 @@ pub enum CliError {
     /// There is no such thing, found out here.
     #[error("{0}")]
     NotFound(String),
+    /// The cluster's state doesn't allow it, found out here.
+    #[error("{0}")]
+    Conflict(String),
     /// A line of a local items file.
     #[error("{}, {error}", .path.display())]
     Items {
@@ -91,6 +94,7 @@ impl CliError {
             Self::Sdk(error) => Exit::of_error(error),
             Self::Usage(_) | Self::Items { .. } | Self::Resolve { .. } => Exit::BadSpec,
             Self::NotFound(_) => Exit::NotFound,
+            Self::Conflict(_) => Exit::Conflict,
             Self::Output(error) if error.kind() == io::ErrorKind::BrokenPipe => Exit::Success,
             Self::Output(_) | Self::System { .. } => Exit::LocalFile,
         }
@@ -101,6 +105,7 @@ impl CliError {
             Self::Sdk(error) => return error.to_body(),
             Self::Usage(_) => "usage",
             Self::NotFound(_) => "not_found",
+            Self::Conflict(_) => "conflict",
             Self::Items { .. } => "bad_items",
             Self::Resolve { .. } => "bad_item",
             Self::Output(_) | Self::System { .. } => "local_file",

@@ -18,6 +18,8 @@ pub enum Exit {
     NoVerdict,
     /// The job was cancelled.
     Cancelled,
+    /// `volume verify` found a volume damaged.
+    Damaged,
     /// The cluster's state doesn't allow it.
     Conflict,
     /// There is no such job, task, file, record or worker.
@@ -50,6 +52,7 @@ Exit codes:
   2    bad spec or bad arguments, nothing was created
   3    infra failures left tasks without a verdict
   4    the job was cancelled
+  5    `volume verify` found damage
   65   the state of the cluster doesn't allow it (conflict)
   66   no such job, task, file, record or worker
   69   the cluster can't be reached
@@ -84,6 +87,7 @@ impl Exit {
             Self::BadSpec => 2,
             Self::NoVerdict => 3,
             Self::Cancelled => 4,
+            Self::Damaged => 5,
             Self::Conflict => 65,
             Self::NotFound => 66,
             Self::Unavailable => 69,
@@ -193,6 +197,7 @@ mod tests {
             Exit::BadSpec,
             Exit::NoVerdict,
             Exit::Cancelled,
+            Exit::Damaged,
             Exit::Conflict,
             Exit::NotFound,
             Exit::Unavailable,

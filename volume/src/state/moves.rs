@@ -233,6 +233,29 @@ pub fn promote(head: &Head, attempt: Option<AttemptName>, base: u64, root: [u8; 
     Ok(Some(Head { accepted, working, commit, ..head.clone() }))
 }
 
+/// A disk that nobody is to write grows: what was accepted, with more zeros behind it, is the next generation. None: it was done already. Whoever still writes
+/// is out, as the log has given it to nobody.
+///
+/// # Errors
+/// [`MoveError::Generation`], [`MoveError::Shrink`], [`MoveError::Deleted`].
+pub fn grow(head: &Head, base: u64, size: u64, commit: [u8; 16]) -> Result<Option<Head>, MoveError> {
+    alive(head)?;
+    let accepted = &head.accepted;
+    let now = accepted.content.size;
+    if Some(accepted.generation) == base.checked_add(1) && accepted.attempt.is_none() && now == size {
+        return Ok(None);
+    }
+    if accepted.generation != base {
+        return Err(MoveError::Generation { volume: head.volume, given: base, generation: accepted.generation });
+    }
+    if size < now {
+        return Err(MoveError::Shrink { volume: head.volume, now, asked: size });
+    }
+    let content = Content { size, ..accepted.content.clone() };
+    let accepted = Accepted { generation: base + 1, attempt: None, content };
+    Ok(Some(Head { epoch: head.epoch + 1, seq: 0, holder: None, working: None, accepted, commit, ..head.clone() }))
+}
+
 /// Deletes it: what is left goes with the next collection.
 ///
 /// # Errors
@@ -368,6 +391,19 @@ pub mod tests {
         // A later attempt that failed, and was not accepted, changes nothing of that.
         let next = attach(&accepted, by(2, 0)).unwrap();
         assert_eq!(promote(&next, attempt, 0, root, [8; 16]), Ok(None));
+    }
+
+    #[test]
+    fn a_disk_grows_once_and_whoever_still_writes_is_out() {
+        let held = attach(&fresh(), by(1, 0)).unwrap();
+        let grown = grow(&held, 0, 3 << 20, [1; 16]).unwrap().unwrap();
+        assert_eq!((grown.accepted.generation, grown.accepted.content.size, grown.epoch), (1, 3 << 20, held.epoch + 1));
+        assert!(grown.holder.is_none() && grown.working.is_none());
+        assert_eq!(grow(&grown, 0, 3 << 20, [2; 16]), Ok(None), "again");
+        assert!(matches!(grow(&grown, 0, 4 << 20, [2; 16]), Err(MoveError::Generation { .. })));
+        assert!(matches!(grow(&grown, 1, 2 << 20, [2; 16]), Err(MoveError::Shrink { .. })));
+        let gone = remove(&grown, true, 5, [1; 16]).unwrap();
+        assert!(matches!(grow(&gone, 1, 4 << 20, [2; 16]), Err(MoveError::Deleted { .. })));
     }
 
     #[test]

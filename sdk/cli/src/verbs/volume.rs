@@ -1,11 +1,14 @@
 //! `volley volume`.
 
+use std::time::Duration;
+
 use clap::Subcommand;
 use jiff::Timestamp;
 use serde_json::json;
-use volley_jobspecs::api::{CollectedView, VolumeRequest, VolumeView};
+use volley_jobspecs::api::{CollectedView, DamageView, VerifiedView, VolumeRequest, VolumeView};
 use volley_jobspecs::spec::volumes::parse_name;
 use volley_jobspecs::spec::{ByteSize, Flush};
+use volley_sdk::Client;
 
 use crate::ctx::Ctx;
 use crate::error::CliError;
@@ -14,6 +17,8 @@ use crate::progress::Line;
 use crate::table::{count, table};
 use crate::units;
 
+/// How often a volume that grows is looked at.
+const GROWN_EVERY: Duration = Duration::from_millis(200);
 /// What `--flush` takes.
 const FLUSHES: [&str; 3] = ["none", "local", "s3"];
 
@@ -68,6 +73,30 @@ enum Verb {
         /// Only says what would be done.
         #[arg(long)]
         dry_run: bool,
+    },
+    /// Lets a volume grow that nobody writes.
+    ///
+    /// What is new reads as zeros; a file system on it grows when the next task mounts it to write. Volumes never shrink.
+    #[command(after_help = "Examples:\n  volley volume resize state 20GiB")]
+    Resize {
+        /// Its name.
+        name: String,
+        /// The size it is to have, such as 20GiB.
+        #[arg(value_name = "SIZE", value_parser = units::scalar::<ByteSize>)]
+        size: ByteSize,
+    },
+    /// Checks that everything a volume or a snapshot needs is in the bucket, and undamaged.
+    ///
+    /// Reads what says where its blocks lie, and with --deep every block that is stored. Repairs nothing, and may run while tasks write. Ends with 5 if something is
+    /// damaged.
+    #[command(after_help = "Examples:\n  volley volume verify state\n  volley volume verify state@monday --deep")]
+    Verify {
+        /// Which.
+        #[arg(value_name = "VOLUME[@SNAPSHOT]")]
+        name: String,
+        /// Reads everything that is stored.
+        #[arg(long)]
+        deep: bool,
     },
     /// Removes volumes with their snapshots, or single snapshots.
     ///
@@ -128,10 +157,13 @@ pub async fn run(ctx: &Ctx, args: Args) -> Result<Exit, CliError> {
             let collected = collected?;
             ctx.out.show(&collected, || collected_text(&collected, dry_run))?;
         }
+        Verb::Resize { name, size } => {
+            let volume = resize(ctx, &client, &name, size.0).await?;
+            ctx.out.show(&volume, || volumes_table(std::slice::from_ref(&volume)))?;
+        }
+        Verb::Verify { name, deep } => return verify(ctx, &client, &name, deep).await,
         Verb::Rm { names } => {
-            let wanted =
-                |name: &String| parse_name(name).map(|_| ()).map_err(|why| CliError::Usage(format!("{name:?} names no volume: {why}")));
-            names.iter().try_for_each(wanted)?;
+            names.iter().try_for_each(|name| named(name).map(|_| ()))?;
             // Before anything goes, so that a mistyped name costs nothing.
             are_there(&client.volumes().await?, &names).map_err(CliError::NotFound)?;
             for (place, name) in names.iter().enumerate() {
@@ -149,6 +181,67 @@ pub async fn run(ctx: &Ctx, args: Args) -> Result<Exit, CliError> {
         }
     }
     Ok(Exit::Success)
+}
+
+fn named(text: &str) -> Result<(&str, Option<&str>), CliError> {
+    parse_name(text).map_err(|why| CliError::Usage(format!("{text:?} names no volume: {why}")))
+}
+
+/// Asks for it, and waits until it is done.
+async fn resize(ctx: &Ctx, client: &Client, name: &str, size_bytes: u64) -> Result<VolumeView, CliError> {
+    let mut volume = client.resize_volume(name, size_bytes).await?;
+    let wanted = volume.growing_to_bytes.unwrap_or(volume.size_bytes);
+    let mut line = Line::start(ctx.out);
+    let waited = async {
+        while volume.growing_to_bytes.is_some() {
+            line.set(format!("{name} grows to {}", units::bytes(wanted)));
+            tokio::time::sleep(GROWN_EVERY).await;
+            volume = client.volume(name).await?;
+        }
+        Ok::<_, CliError>(volume)
+    };
+    let volume = waited.await;
+    line.end();
+    match volume? {
+        volume if volume.size_bytes >= wanted => Ok(volume),
+        _ => Err(CliError::Conflict(format!(
+            "volume {name} did not grow: its head in the bucket is not what the cluster's log says; `volley volume verify {name}` and the coordinator's log say more"
+        ))),
+    }
+}
+
+async fn verify(ctx: &Ctx, client: &Client, name: &str, deep: bool) -> Result<Exit, CliError> {
+    let (volume, snapshot) = named(name)?;
+    let mut line = Line::start(ctx.out);
+    line.set(format!("reading what {name} consists of"));
+    let verified = client.verify_volume(volume, snapshot, deep, |at| {
+        if at.packs_all > 0 {
+            line.set(format!("{name}: {} of {} objects read, {}", at.packs, at.packs_all, units::bytes(at.bytes)));
+        }
+    });
+    let verified = verified.await;
+    line.end();
+    let verified = verified?;
+    ctx.out.show(&verified, || verified_text(name, &verified))?;
+    Ok(if verified.damage.is_some() { Exit::Damaged } else { Exit::Success })
+}
+
+fn verified_text(name: &str, verified: &VerifiedView) -> String {
+    match &verified.damage {
+        None if verified.deep => {
+            let read = units::bytes(verified.bytes);
+            format!("{name} is undamaged: {} read, {read}, {} stored\n", count(verified.packs, "object"), count(verified.blocks, "block"))
+        }
+        None => format!(
+            "{name}: the map is undamaged; it names {} in {} (--deep reads them)\n",
+            count(verified.blocks, "block"),
+            count(verified.packs, "object")
+        ),
+        Some(DamageView { object, what }) => format!(
+            "{name} is DAMAGED\nobject: {object}\nproblem: {what}\nnext: put the object back from a copy of the bucket or an older version of it, and verify again; \
+             or go on from a snapshot that is undamaged (`volley volume verify VOLUME@SNAPSHOT`, `volley volume clone`)\n"
+        ),
+    }
 }
 
 /// Is each of them there, and still will be when it is its turn? Otherwise what to say.
@@ -237,6 +330,7 @@ mod tests {
             generation: 0,
             created: String::new(),
             held_by: None,
+            growing_to_bytes: None,
             snapshots: snapshots.clone(),
         };
         let all = [one("a"), one("b")];

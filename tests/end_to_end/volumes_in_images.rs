@@ -1,11 +1,9 @@
 //! Volumes in containers and in machines of their own: the same as in processes, and what is different there.
 
-use rustix::process::Signal;
 use serde_json::{Value, json};
 
 use crate::microvm::with_image_in;
 use crate::support::Cluster;
-use crate::support::process::{signal, until};
 use crate::task_volumes::{ready, submit, submit_as, succeeds};
 
 /// A cluster with this tier, and what its image is called.
@@ -87,32 +85,4 @@ fn a_machine_has_volumes_and_no_host_mounts_what_it_wrote() {
     cluster.volley(&["exec", &job, "0", "--end"]);
     let seen = succeeds(&cluster, &submit_as(&cluster, 1, task("microvm", &image, state("/data", "96MiB"), "cat /data/lines")));
     assert_eq!(seen, ["one\ntwo\ntwice\naway\n"]);
-}
-
-/// The server is killed again and again under a machine that writes: it goes on after each, and no byte is another.
-#[test]
-fn a_machine_writes_on_while_the_server_of_its_volumes_is_killed() {
-    let Some((cluster, image)) = cluster("microvm") else { return };
-    let write = "i=0; while [ $i -lt 40 ]; do busybox dd if=/dev/urandom of=/data/f$i bs=64k count=6 2>/dev/null; \
-                 busybox md5sum /data/f$i >> /data/sums; busybox sync; i=$((i+1)); done; busybox md5sum -c /data/sums | busybox grep -c OK";
-    let job = submit_as(&cluster, 1, task("microvm", &image, state("/data", "96MiB"), write));
-    let server = || cluster.left().into_iter().find(|(_, words)| words.contains("volume-server")).map(|(pid, _)| pid);
-    let begun = || cluster.ask(&["explain", &job, "0"])["summary"].as_str().is_some_and(|summary| summary.contains("runs"));
-    until("the machine runs", begun);
-    let mut kills = 0;
-    while cluster.job(&job)["state"] == "running" && kills < 12 {
-        let pid = server();
-        if let Some(pid) = pid {
-            signal(pid, Signal::KILL);
-            kills += 1;
-            until("another server", || server().is_some_and(|other| other != pid));
-        }
-        std::thread::sleep(std::time::Duration::from_millis(700 + kills * 90));
-    }
-    assert_eq!(succeeds(&cluster, &job), ["40\n"]);
-    assert_eq!(cluster.results(&job)[0]["attempts"], 1, "it was not tried again");
-    assert!(kills > 1, "{kills} kills");
-    let read = "busybox md5sum -c /data/sums | busybox grep -c OK";
-    assert_eq!(succeeds(&cluster, &submit_as(&cluster, 1, task("microvm", &image, state("/data", "96MiB"), read))), ["40\n"]);
-    println!("{kills} kills under a machine");
 }

@@ -75,6 +75,8 @@ const EXAMPLES: &[(&str, &str)] = &[
     ("volume show", "volley volume show state"),
     ("volume snapshot", "volley volume snapshot state@monday"),
     ("volume clone", "volley volume clone state@monday trial"),
+    ("volume resize", "volley volume resize state 20GiB"),
+    ("volume verify", "volley volume verify state\nvolley volume verify state@monday --deep"),
     ("volume gc", "volley volume gc --dry-run\nvolley volume gc"),
     ("volume rm", "volley volume rm state@monday\nvolley volume rm state trial"),
     ("tenant", "volley tenant add red --weight 50 --active-tasks 100000\nvolley tenant rm red"),

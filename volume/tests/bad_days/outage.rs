@@ -6,9 +6,9 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use volley_volume::Limits;
 use volley_volume::device::Device;
 use volley_volume::format::head::FlushMode;
+use volley_volume::{Limits, Volume};
 
 use crate::support::{MIB, World, id, new, noise, opener};
 use crate::{accept, read};
@@ -81,6 +81,42 @@ fn pass(mut from: TcpStream, mut to: TcpStream) {
     });
 }
 
+/// Writes, flushes and reads back until it is told to stop; returns which write each place has.
+fn writes(volume: &Volume, writer: u64, stop: &AtomicBool, done: &AtomicU64, longest: &AtomicU64) -> Vec<u64> {
+    let mut last = vec![0; PLACES as usize];
+    for n in 1.. {
+        if stop.load(Ordering::SeqCst) {
+            break;
+        }
+        let place = n * 29 % PLACES;
+        let at = (writer * PLACES + place) * PIECE as u64;
+        let begun = Instant::now();
+        volume.write(at, &noise(PIECE, n * 2 + writer), false).unwrap();
+        last[place as usize] = n;
+        if n % 16 == 0 {
+            volume.flush().unwrap();
+        }
+        longest.fetch_max(begun.elapsed().as_millis() as u64, Ordering::SeqCst);
+        done.fetch_add(1, Ordering::SeqCst);
+        let back = n * 31 % PLACES;
+        let of = last[back as usize];
+        let expected = if of == 0 { vec![0; 4096] } else { noise(4096, of * 2 + writer) };
+        assert!(read(volume, (writer * PLACES + back) * PIECE as u64, 4096) == expected);
+    }
+    last
+}
+
+/// Every place has what its writer wrote there last.
+fn check(volume: &Volume, last: &[Vec<u64>]) {
+    for (writer, last) in (0..).zip(last) {
+        for (place, n) in (0..).zip(last) {
+            let found = read(volume, (writer * PLACES + place) * PIECE as u64, PIECE);
+            let expected = if *n == 0 { vec![0; PIECE] } else { noise(PIECE, n * 2 + writer) };
+            assert!(found == expected, "{}, writer {writer}, place {place}, write {n}", volume.id());
+        }
+    }
+}
+
 /// Writes are under way, S3 goes for `away` in each of two ways, and comes back.
 fn s3_is_away_under_load(mut world: World, away: Duration) {
     let proxy = Proxy::new(world.server());
@@ -113,29 +149,7 @@ fn s3_is_away_under_load(mut world: World, away: Duration) {
             .flat_map(|volume| (0..WRITERS).map(move |writer| (volume, writer)))
             .map(|(volume, writer)| {
                 let (stop, done, longest) = (&stop, &done, &longest);
-                scope.spawn(move || {
-                    let mut last = vec![0; PLACES as usize];
-                    for n in 1.. {
-                        if stop.load(Ordering::SeqCst) {
-                            break;
-                        }
-                        let place = n * 29 % PLACES;
-                        let at = (writer * PLACES + place) * PIECE as u64;
-                        let begun = Instant::now();
-                        volume.write(at, &noise(PIECE, n * 2 + writer), false).unwrap();
-                        last[place as usize] = n;
-                        if n % 16 == 0 {
-                            volume.flush().unwrap();
-                        }
-                        longest.fetch_max(begun.elapsed().as_millis() as u64, Ordering::SeqCst);
-                        done.fetch_add(1, Ordering::SeqCst);
-                        let back = n * 31 % PLACES;
-                        let of = last[back as usize];
-                        let expected = if of == 0 { vec![0; 4096] } else { noise(4096, of * 2 + writer) };
-                        assert!(read(volume, (writer * PLACES + back) * PIECE as u64, 4096) == expected);
-                    }
-                    last
-                })
+                scope.spawn(move || writes(volume, writer, stop, done, longest))
             })
             .collect();
         for way in [Way::Refuse, Way::Stall] {
@@ -158,20 +172,12 @@ fn s3_is_away_under_load(mut world: World, away: Duration) {
     });
     println!("{} writes, none failed", done.load(Ordering::SeqCst));
     for (at, volume) in volumes.into_iter().enumerate() {
-        let check = |volume: &volley_volume::Volume| {
-            for writer in 0..WRITERS {
-                for (place, n) in (0..).zip(&last[at * WRITERS as usize + writer as usize]) {
-                    let found = read(volume, (writer * PLACES + place) * PIECE as u64, PIECE);
-                    let expected = if *n == 0 { vec![0; PIECE] } else { noise(PIECE, n * 2 + writer) };
-                    assert!(found == expected, "volume {at}, writer {writer}, place {place}, write {n}");
-                }
-            }
-        };
-        check(&volume);
+        let of = &last[at * WRITERS as usize..(at + 1) * WRITERS as usize];
+        check(&volume, of);
         let volume_id = volume.id();
         accept(&world, volume, 0);
         let elsewhere = apart.attach(volume_id, &opener(9)).unwrap();
-        check(&elsewhere);
+        check(&elsewhere, of);
         elsewhere.detach().unwrap();
         apart.verify(volume_id, true).unwrap();
     }

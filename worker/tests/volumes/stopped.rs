@@ -58,6 +58,16 @@ fn aside(dir: &Path) -> usize {
         .sum()
 }
 
+/// Writes files until that fails; returns how many.
+fn files_until_it_fails(tree: &Path) -> u64 {
+    let write = |i: u64| {
+        let mut file = File::create(tree.join(format!("more-{}", i % 8)))?;
+        file.write_all(&bytes(i, 1 << 20))?;
+        file.sync_all()
+    };
+    (0..400).take_while(|i| write(*i).is_ok()).count() as u64
+}
+
 async fn a_stopped_writer_wakes_after_takeover_and_collection(pause: Duration) {
     let world = World::new().await;
     let (one, two) = (world.worker("one").await, world.worker("two").await);
@@ -71,20 +81,7 @@ async fn a_stopped_writer_wakes_after_takeover_and_collection(pause: Duration) {
     let tree = first.dir().to_owned();
     fs::write(tree.join("mine"), "of the first").unwrap();
     // It writes, commits as it goes, and is stopped somewhere in that.
-    let writing = std::thread::spawn(move || {
-        let mut done = 0u64;
-        for i in 0..400 {
-            let wrote = File::create(tree.join(format!("more-{}", i % 8))).and_then(|mut file| {
-                file.write_all(&bytes(i, 1 << 20))?;
-                file.sync_all()
-            });
-            if wrote.is_err() {
-                break;
-            }
-            done += 1;
-        }
-        done
-    });
+    let writing = std::thread::spawn(move || files_until_it_fails(&tree));
     tokio::time::sleep(pause).await;
     let stopped = tokio::task::block_in_place(|| Stopped::new(one.server().unwrap()));
 

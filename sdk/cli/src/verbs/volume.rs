@@ -77,7 +77,6 @@ enum Verb {
     /// Lets a volume grow that nobody writes.
     ///
     /// What is new reads as zeros; a file system on it grows when the next task mounts it to write. Volumes never shrink.
-    #[command(after_help = "Examples:\n  volley volume resize state 20GiB")]
     Resize {
         /// Its name.
         name: String,
@@ -89,7 +88,6 @@ enum Verb {
     ///
     /// Reads what says where its blocks lie, and with --deep every block that is stored. Repairs nothing, and may run while tasks write. Ends with 5 if something is
     /// damaged.
-    #[command(after_help = "Examples:\n  volley volume verify state\n  volley volume verify state@monday --deep")]
     Verify {
         /// Which.
         #[arg(value_name = "VOLUME[@SNAPSHOT]")]

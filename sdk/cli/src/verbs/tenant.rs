@@ -54,10 +54,12 @@ struct Add {
     /// Highest priority class its jobs may ask for.
     #[arg(long, value_name = "N", allow_negative_numbers = true)]
     priority_max: Option<i16>,
-    /// Most bytes of its volumes, by their sizes, such as 500GiB, or `none`.
+    /// Most bytes of its volumes' sizes, such as 500GiB, or `none`.
     #[arg(long, value_name = "SIZE", value_parser = size_limit)]
     volume_bytes: Option<Limit<ByteSize>>,
-    /// Most bytes of its volumes in the bucket, as collections measure them twice a day, or `none`: beyond it no volume is made.
+    /// Most bytes of its volumes in the bucket, or `none`.
+    ///
+    /// Collections measure them, twice a day: beyond it no volume is made.
     #[arg(long, value_name = "SIZE", value_parser = size_limit)]
     stored_bytes: Option<Limit<ByteSize>>,
 }

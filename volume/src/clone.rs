@@ -14,7 +14,7 @@ use crate::format::holding::{Boot, Holding};
 use crate::format::keys;
 use crate::format::seal::FamilyKey;
 use crate::format::snapshot::{SNAPSHOT_BYTES_MAX, Snapshot};
-use crate::host::{FetchError, Host, at, boot_id, lock, now_ms, random, replace_file};
+use crate::host::{FetchError, Host, boot_id, lock, now_ms, random, replace_file};
 use crate::io::s3::ObjectsError;
 use crate::open::{HOLDING, OpenError, Opening};
 use crate::state::map::Map;
@@ -50,9 +50,7 @@ impl Host {
         if let Some(base) = bases.get(&id) {
             return Ok(Arc::clone(base));
         }
-        let key = keys::snapshot(id);
-        let (bytes, _) = self.get(&key, SNAPSHOT_BYTES_MAX)?;
-        let (snapshot, family) = Snapshot::read(id, &self.keys, &bytes).map_err(at(&key))?;
+        let (snapshot, family) = self.read_snapshot(id)?;
         let (map, bodies) = self.map(&family, &snapshot.content)?;
         let base = Arc::new(Base { snapshot, family, map, bodies });
         if bases.len() >= BASES_MAX {

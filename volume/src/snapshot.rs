@@ -7,7 +7,7 @@ use volley_jobspecs::ids::{SnapshotId, VolumeId};
 use crate::format::keys;
 use crate::format::seal::FamilyKey;
 use crate::format::snapshot::{SNAPSHOT_BYTES_MAX, Snapshot};
-use crate::host::{Host, lock, now_ms, random};
+use crate::host::{FetchError, Host, at, lock, now_ms, random};
 use crate::io::s3::ObjectsError;
 use crate::open::OpenError;
 use crate::state::moves;
@@ -38,6 +38,13 @@ impl Host {
     pub fn snapshot_accepted(&self, volume: VolumeId, id: SnapshotId) -> Result<(), OpenError> {
         let (head, family, _) = self.head(volume)?;
         self.put_snapshot(&moves::snapshot(&head, id, true, now_ms())?, &family)
+    }
+
+    /// A snapshot, and what opens the blocks it names.
+    pub(crate) fn read_snapshot(&self, id: SnapshotId) -> Result<(Snapshot, FamilyKey), FetchError> {
+        let key = keys::snapshot(id);
+        let (bytes, _) = self.get(&key, SNAPSHOT_BYTES_MAX)?;
+        Snapshot::read(id, &self.keys, &bytes).map_err(at(&key))
     }
 
     fn put_snapshot(&self, snapshot: &Snapshot, family: &FamilyKey) -> Result<(), OpenError> {

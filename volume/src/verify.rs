@@ -9,8 +9,7 @@ use crate::format::extent::{PackRef, Stored};
 use crate::format::object::{OBJECT_BYTES_MAX, slice};
 use crate::format::pack;
 use crate::format::seal::FamilyKey;
-use crate::format::snapshot::{SNAPSHOT_BYTES_MAX, Snapshot};
-use crate::format::{BLOCK, FormatError, keys};
+use crate::format::{BLOCK, FormatError};
 use crate::host::{FetchError, Host, at};
 use crate::io::s3::ObjectsError;
 use crate::open::OpenError;
@@ -113,9 +112,7 @@ impl Host {
                 (family, [Some(head.accepted.content), head.working.map(|working| working.content)])
             }
             Whole::Snapshot(id) => {
-                let key = keys::snapshot(id);
-                let (bytes, _) = self.get(&key, SNAPSHOT_BYTES_MAX)?;
-                let (snapshot, family) = Snapshot::read(id, &self.keys, &bytes).map_err(at(&key))?;
+                let (snapshot, family) = self.read_snapshot(id)?;
                 (family, [Some(snapshot.content), None])
             }
         };

@@ -63,7 +63,7 @@ impl Shared {
     pub fn append(&self, change: Change, data: &[&[u8]], still: impl Fn(&State) -> bool) -> io::Result<bool> {
         let bytes = data.iter().map(|piece| piece.len() as u64).sum::<u64>();
         let mut state = self.room_for(bytes)?;
-        let end = Instant::now() + self.host.limits.stall_max;
+        let mut end = None;
         let (segment, op, place) = loop {
             state.alive()?;
             if !still(&state) {
@@ -72,7 +72,10 @@ impl Shared {
             let segment = state.log.current();
             match state.log.append(change, data) {
                 Ok((op, place)) => break (segment, op, place),
-                Err(error) if error.is_full() => state = self.wait_for_disk(state, &error, end)?,
+                Err(error) if error.is_full() => {
+                    let end = *end.get_or_insert_with(|| Instant::now() + self.host.limits.stall_max);
+                    state = self.wait_for_disk(state, &error, end)?;
+                }
                 Err(error) => return Err(self.log_error(&error)),
             }
         };

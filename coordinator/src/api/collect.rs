@@ -6,15 +6,14 @@ use std::sync::Arc;
 
 use axum::Json;
 use axum::extract::State;
-use axum::http::StatusCode;
 use volley_jobspecs::api::{CollectedView, ErrorBody};
-use volley_jobspecs::wire::LEVEL_VOLUMES;
 use volley_volume::{CollectError, Collected};
 
 use super::App;
 use super::auth::Caller;
 use super::error::ApiError;
 use super::extract::QueryOf;
+use super::volumes::may_have_volumes;
 use crate::io::collect::{CollectVolumesError, collect as run};
 
 /// Deletes what volumes left in the bucket and nobody needs. What is found unneeded is deleted by the first run a day later that finds it so too.
@@ -24,14 +23,12 @@ use crate::io::collect::{CollectVolumesError, collect as run};
 pub async fn collect(State(app): State<Arc<App>>, caller: Caller, query: QueryOf) -> Result<Json<CollectedView>, ApiError> {
     let dry_run = query.only(&["dryRun"])?.flag("dryRun")?;
     caller.operators_only()?;
-    if super::submit::level(&app).await? < LEVEL_VOLUMES {
-        return Err(ApiError::unavailable("not every coordinator of the cluster knows volumes yet; upgrade all of them"));
-    }
+    may_have_volumes(&app).await?;
     match run(&app.volumes, &app.handle, "an operator", dry_run).await {
         Ok(collected) => Ok(Json(view(collected))),
         // Without a key asking again does not help.
         Err(error @ (CollectVolumesError::NoKey | CollectVolumesError::Collect(CollectError::Busy { .. } | CollectError::Overtaken))) => {
-            Err(ApiError::new(StatusCode::CONFLICT, "conflict", error.to_string()))
+            Err(ApiError::conflict(error.to_string()))
         }
         Err(error) => Err(ApiError::unavailable(error.to_string())),
     }

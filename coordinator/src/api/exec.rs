@@ -160,11 +160,10 @@ struct Meant {
 
 /// The attempt whose machine is meant, and its worker.
 async fn machine(app: &App, caller: &Caller, id: JobId, index: u32, number: Option<u32>) -> Result<Meant, ApiError> {
-    let conflict = |message: String| ApiError::new(StatusCode::CONFLICT, "conflict", message);
     let (facts, _) = app.job(caller, id)?;
     stored(app, id, &facts, index)?;
     if facts.plan.needs.isolation != Isolation::Microvm {
-        return Err(conflict(format!(
+        return Err(ApiError::conflict(format!(
             "only tasks with isolation \"microvm\" have a machine; those of job {id} have \"{}\", and run on their worker's host",
             facts.plan.needs.isolation.as_str()
         )));
@@ -180,7 +179,7 @@ async fn machine(app: &App, caller: &Caller, id: JobId, index: u32, number: Opti
             ApiError::not_found(format!("there is no attempt {number} of task {index} of job {id}; `volley task {id} {index}` lists them"))
         })?,
         None => ended.next_back().ok_or_else(|| {
-            conflict(format!(
+            ApiError::conflict(format!(
                 "task {index} of job {id} has not begun, so it has no machine; `volley explain {id} {index}` says what it waits for"
             ))
         })?,
@@ -190,7 +189,7 @@ async fn machine(app: &App, caller: &Caller, id: JobId, index: u32, number: Opti
             "attempt {} of task {index} of job {id} succeeded and its machine is gone; only those of failed attempts are kept, with task.keepFailed",
             row.end.name.number
         );
-        return Err(conflict(message));
+        return Err(ApiError::conflict(message));
     }
     Ok(Meant { name: row.end.name, worker: row.worker, runs: false })
 }
@@ -232,7 +231,7 @@ async fn ask(app: &App, worker: &WorkerId, open: &Open, runs: bool) -> Result<()
         )),
         Opened::No { kind: Refused::TooMany, text } => Err(ApiError::new(StatusCode::TOO_MANY_REQUESTS, "too_many_streams", text)),
         Opened::No { kind: Refused::BadRequest, text } => Err(ApiError::bad_request(text)),
-        Opened::No { kind: Refused::Runs, text } => Err(ApiError::new(StatusCode::CONFLICT, "conflict", text)),
+        Opened::No { kind: Refused::Runs, text } => Err(ApiError::conflict(text)),
     }
 }
 

@@ -107,7 +107,7 @@ fn is_there(app: &App, answer: &SubmitAnswer) -> Result<(), ApiError> {
         Some(_) => Ok(()),
         None => {
             let message = format!("this idempotency key made job {}, which was removed since; use a new key to run it again", answer.job);
-            Err(ApiError::new(StatusCode::CONFLICT, "conflict", message))
+            Err(ApiError::conflict(message))
         }
     }
 }

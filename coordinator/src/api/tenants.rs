@@ -123,7 +123,7 @@ pub async fn remove(
             "tenant {tenant} has {}; remove them first: `volley --tenant {tenant} volume ls` lists them, `volley --tenant {tenant} volume rm` removes them",
             volley_jobspecs::units::count(volumes, "volume")
         );
-        return Err(ApiError::new(StatusCode::CONFLICT, "conflict", text));
+        return Err(ApiError::conflict(text));
     }
     if super::submit::level(&app).await? < LEVEL_TENANTS {
         return Err(ApiError::unavailable("not every coordinator of the cluster can remove tenants yet; upgrade all of them"));

@@ -68,22 +68,21 @@ struct Add {
 #[derive(Debug, Clone, Copy)]
 struct Limit<T>(Option<T>);
 
+/// Reads a limit; `read` reads what is not `none`.
+fn limit<T>(text: &str, read: impl FnOnce(&str) -> Result<T, String>) -> Result<Limit<T>, String> {
+    if text == "none" { Ok(Limit(None)) } else { read(text).map(|value| Limit(Some(value))) }
+}
+
 impl<T: FromStr<Err = ParseIntError>> FromStr for Limit<T> {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        match text {
-            "none" => Ok(Self(None)),
-            number => number.parse().map(|number| Self(Some(number))).map_err(|e| format!("{e}; allowed: a number, or `none`")),
-        }
+        limit(text, |number| number.parse().map_err(|e| format!("{e}; allowed: a number, or `none`")))
     }
 }
 
 fn size_limit(text: &str) -> Result<Limit<ByteSize>, String> {
-    match text {
-        "none" => Ok(Limit(None)),
-        size => units::scalar(size).map(|size| Limit(Some(size))).map_err(|e| format!("{e}; or `none`")),
-    }
+    limit(text, |size| units::scalar(size).map_err(|e| format!("{e}; or `none`")))
 }
 
 impl Add {

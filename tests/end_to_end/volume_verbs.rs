@@ -105,3 +105,39 @@ fn a_volume_grows_and_the_next_task_sees_it() {
     assert!(ran.stderr.contains("is in use: task 0"), "{ran:?}");
     cluster.volley(&["cancel", &job]).exits(0);
 }
+
+#[test]
+fn a_tenants_volumes_keep_to_its_limits() {
+    let Some(cluster) = cluster(&[]) else { return };
+    let tenant = cluster.ask(&["volume", "create", "state", "1GiB"]);
+    assert_eq!(tenant["sizeBytes"], 1_u64 << 30);
+    until("limits are known", || cluster.volley(&["tenant", "add", "default", "--volume-bytes", "2GiB"]).code == 0);
+    let refused = |args: &[&str], wanted: &str| {
+        let ran = cluster.volley(args);
+        assert!(ran.code != 0 && ran.stderr.contains(wanted), "{args:?}: {ran:?}");
+    };
+    refused(&["volume", "create", "other", "2GiB"], "may have 2147483648 bytes of volumes and has 1073741824");
+    refused(&["volume", "resize", "state", "3GiB"], "bytes of volumes");
+    let volumes = json!([{ "volume": "n-${index}", "path": "s", "access": "rw", "size": "600MiB" }]);
+    let spec = cluster.spec(json!({ "count": 2 }), json!({ "volumes": volumes, "command": "true" }), json!({}));
+    refused(&["submit", &spec], "bytes of volumes");
+    let left = cluster.ask(&["volume", "ls"]);
+    assert_eq!(left.as_array().unwrap().len(), 1, "nothing was made: {left}");
+    cluster.ask(&["volume", "create", "other", "1GiB"]);
+
+    // What is stored counts as a collection has measured it.
+    cluster.volley(&["tenant", "add", "default", "--volume-bytes", "none", "--stored-bytes", "1MiB"]).exits(0);
+    let rw = json!([{ "volume": "state", "path": "s", "access": "rw" }]);
+    succeeds(&cluster, &submit(&cluster, 1, rw.clone(), "head -c 9000000 /dev/urandom > s/noise"));
+    until("it is promoted", || generation(&cluster, "state") == 1);
+    cluster.volley(&["volume", "gc"]).exits(0);
+    let stored = || {
+        let all = cluster.ask(&["tenant", "ls"]);
+        let of = all.as_array().unwrap().iter().find(|tenant| tenant["tenant"] == "default").unwrap().clone();
+        of["storedBytes"].as_u64().unwrap_or_default()
+    };
+    until("it is measured", || stored() > 9_000_000);
+    refused(&["volume", "create", "third", "1MiB"], "bytes stored in volumes");
+    // What is there may be written all the same.
+    succeeds(&cluster, &submit(&cluster, 1, rw, "rm s/noise"));
+}
